@@ -21,10 +21,10 @@ MARKS = (EDGE, QUERY, STOP)
 MAX_CONTEXT_TOKENS = 8192
 MODES = ("mixed", "new", "old")
 
-_CONSONANTS = "bdfgklmnprstvz"
+_CONSONANTS = "bdfgklmnprstv"
 _VOWELS = "aeiou"
-_WORD_COUNT = 3064
-_WORD_STRIDE = 2731  # coprime to the 4900 two-syllable words, so that neighbours differ in both syllables
+_WORD_COUNT = 3066
+_WORD_START, _WORD_STRIDE = 3300, 2734  # the stride is coprime to the 4225 two-syllable words: all differ
 _MAX_LOOSE = 8
 _MAX_OLD_CHAINS = 3
 
@@ -33,7 +33,7 @@ def _vocabulary() -> tuple[str, ...]:
     """All words of the model in token order: two consonant-vowel syllables each."""
     syllables = [consonant + vowel for consonant in _CONSONANTS for vowel in _VOWELS]
     total = len(syllables) ** 2
-    picks = ((index * _WORD_STRIDE) % total for index in range(_WORD_COUNT))
+    picks = (((_WORD_START + index) * _WORD_STRIDE) % total for index in range(_WORD_COUNT))
     return tuple(syllables[pick // len(syllables)] + syllables[pick % len(syllables)] for pick in picks)
 
 

@@ -1,0 +1,3 @@
+"""PDD (Prefill - RelayDecode - MainDecode) for SGLang."""
+
+__version__ = "0.1.0"

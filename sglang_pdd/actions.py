@@ -1,0 +1,85 @@
+"""What a state machine can ask for.
+
+`Send` is done by rank 0 alone. Everything else is a *command*: it enters the scheduler with the ordinary requests,
+is broadcast with them, and is carried out by all tensor-parallel ranks in the same step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from sglang_pdd.protocol import Logprobs, Message
+
+
+@dataclass(frozen=True, slots=True)
+class Send:
+    peer: str  # a node id, or the endpoint of a node that this one dials
+    message: Message
+
+
+@dataclass(frozen=True, slots=True)
+class Dial:
+    """Open a connection to a node's ROUTER."""
+
+    endpoint: str
+    public_key: str
+
+
+# --- commands: P ------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class OpenRelay:
+    """Make a second copy of ``room``'s KV for the node that will receive it as ``relay_room``."""
+
+    room: int
+    relay_room: int
+
+
+@dataclass(frozen=True, slots=True)
+class DropRelay:
+    """Give the second copy up."""
+
+    room: int
+    relay_room: int
+    why: str
+
+
+# --- commands: RLD ----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class StartDecode:
+    relay_room: int
+    bootstrap: str  # host:port
+    prompt: tuple[int, ...]
+    sampling: Mapping[str, Any]
+    return_logprob: bool
+    top_logprobs: int
+
+
+@dataclass(frozen=True, slots=True)
+class StopDecode:
+    relay_room: int
+    why: str
+
+
+# --- commands: MD -----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Emit:
+    """Append these tokens to the request's output, from position ``start``, as its own."""
+
+    room: int
+    start: int
+    ids: tuple[int, ...]
+    logprobs: Logprobs | None
+    source: str  # "P" or "RLD"
+    cached: tuple[int, ...] | None
+
+
+Command = OpenRelay | DropRelay | StartDecode | StopDecode | Emit
+Action = Send | Dial | Command
