@@ -48,7 +48,8 @@ class Logprobs:
 
     def slice(self, start: int, stop: int) -> Logprobs:
         k = self.top_k
-        return Logprobs(self.values[start:stop], k, self.top_values[start * k : stop * k], self.top_ids[start * k : stop * k])
+        row, end = start * k, stop * k
+        return Logprobs(self.values[start:stop], k, self.top_values[row:end], self.top_ids[row:end])
 
     def top_row(self, i: int) -> tuple[list[float], list[int]]:
         """The candidates of token ``i``: values and ids, each of length ``top_k``."""
@@ -151,7 +152,8 @@ Message = Hello | Welcome | RelayOpen | RelayReply | Tokens | Stop | Abort | Pin
 
 def encode(message: Message) -> bytes:
     """Encode one message."""
-    return msgpack.packb([PROTOCOL, message.code, *_pack(message)], use_bin_type=True, use_single_float=True)
+    data: bytes = msgpack.packb([PROTOCOL, message.code, *_pack(message)], use_bin_type=True, use_single_float=True)
+    return data
 
 
 def decode(data: bytes) -> Message:
@@ -178,7 +180,7 @@ def decode(data: bytes) -> Message:
         return unpack(raw[2:])
     except ProtocolError:
         raise
-    except (TypeError, ValueError, IndexError, OverflowError) as error:
+    except (TypeError, ValueError, IndexError, OverflowError, RecursionError) as error:
         raise ProtocolError(f"bad field in message code {raw[1]}: {error}") from None
 
 
@@ -301,12 +303,12 @@ def _unpack_abort(raw: list[Any]) -> Abort:
 
 def _unpack_ping(raw: list[Any]) -> Ping:
     (rooms,) = raw
-    return Ping(_ints(rooms, MAX_ROOMS, 0, ROOM_LIMIT))
+    return Ping(_ints(rooms, MAX_ROOMS, 0, ROOM_LIMIT - 1))
 
 
 def _unpack_pong(raw: list[Any]) -> Pong:
     (closed,) = raw
-    return Pong(_ints(closed, MAX_ROOMS, 0, ROOM_LIMIT))
+    return Pong(_ints(closed, MAX_ROOMS, 0, ROOM_LIMIT - 1))
 
 
 _UNPACK: dict[int, Callable[[list[Any]], Message]] = {

@@ -22,13 +22,13 @@ CHAT_TEMPLATE = (
 
 HIDDEN, HEADS, KV_HEADS, HEAD_DIM, LAYERS, MLP = 256, 4, 2, 64, 2, 128
 ROPE_THETA = 1e16
-"""So large that rotary pair ``i`` turns by ``10 ** (-i / 2)`` per token: pairs 9 to 31 stand still over the whole
+"""So large that rotary pair ``i`` turns by ``10 ** (-i / 2)`` per token: pairs 9 to 31 hardly turn over the whole
 context and serve matching by content at any distance, the first few tell neighbours apart."""
 
 # Layout of the residual stream at the start of training (what training makes of it is its own affair).
 _PAIRS = HEAD_DIM // 2
-_FIRST_STILL_PAIR = 9
-_MARK_PAIR = 8
+_FIRST_STILL_PAIR = 10
+_MARK_PAIR = 9
 _STILL_DIMS = [*range(_FIRST_STILL_PAIR, _PAIRS), *range(_PAIRS + _FIRST_STILL_PAIR, HEAD_DIM)]
 _HALF = len(_STILL_DIMS)
 _CODE = 2 * _HALF  # dims 0.. : the token's own code, one half per key/value head

@@ -1,0 +1,44 @@
+# Tools run as modules: scripts of the shared environment carry absolute paths of another Python.
+PYTHON := .venv/bin/python
+PYTEST := $(PYTHON) -m pytest -v --durations=10
+
+.PHONY: help venv venv-path lint test test-unit test-engine test-e2e test-full demo
+.DEFAULT_GOAL := help
+
+help:
+	@echo "make venv       build the environment (the first time: minutes, 11 GB under ~/.cache/sglang-pdd)"
+	@echo "make venv-path  print its path"
+	@echo "make lint       ruff and mypy"
+	@echo "make test       lint, unit, engine and end-to-end tests (under 30 minutes on 2 cores)"
+	@echo "make test-unit  no server: seconds"
+	@echo "make test-full  everything, also what is marked slow"
+	@echo "make demo       three roles and a router on this machine"
+
+venv:
+	@.ci/venv
+
+venv-path:
+	@echo $(CURDIR)/.venv
+
+lint: venv
+	$(PYTHON) -m ruff check .
+	$(PYTHON) -m ruff format --check .
+	$(PYTHON) -m mypy
+
+test: lint
+	$(MAKE) test-unit test-engine test-e2e
+
+test-unit: venv
+	$(PYTEST) tests/unit --timeout 60
+
+test-engine: venv
+	$(PYTEST) tests/engine -m "not full"
+
+test-e2e: venv
+	$(PYTEST) tests/e2e -m "not full" --timeout 600
+
+test-full: lint
+	$(PYTEST) tests --timeout 1200
+
+demo: venv
+	$(PYTHON) examples/demo.py

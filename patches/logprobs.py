@@ -1,0 +1,36 @@
+"""Output logprobs between SGLang's request and the wire."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from sglang_pdd.protocol import Logprobs
+
+
+def output_logprobs(req: Any, start: int, stop: int) -> Logprobs | None:
+    """Logprobs of the request's output tokens in [start, stop); None if it asked for none."""
+    if not req.return_logprob:
+        return None
+    source, k = req.logprob, req.logprob.top_logprobs_num
+    rows = range(start, stop)
+    return Logprobs(
+        tuple(source.output_token_logprobs_val[start:stop]),
+        k,
+        tuple(v for i in rows for v in source.output_top_logprobs_val[i][:k]) if k else (),
+        tuple(t for i in rows for t in source.output_top_logprobs_idx[i][:k]) if k else (),
+    )
+
+
+def append_output_logprob(req: Any, token: int, logprobs: Logprobs | None, i: int) -> None:
+    """Give the request the logprob of the output token it has just got: row ``i`` of ``logprobs``."""
+    if not req.return_logprob:
+        return
+    target = req.logprob
+    values, ids = logprobs.top_row(i) if logprobs else ([], [])
+    target.output_token_logprobs_val.append(logprobs.values[i] if logprobs else None)
+    target.output_token_logprobs_idx.append(token)
+    target.output_top_logprobs_val.append(values)
+    target.output_top_logprobs_idx.append(ids)
+    if target.token_ids_logprob is not None:
+        target.output_token_ids_logprobs_val.append([])
+        target.output_token_ids_logprobs_idx.append([])

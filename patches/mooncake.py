@@ -1,0 +1,171 @@
+"""P's sending side on the stock Mooncake engine: a lane for each destination, pacing, and cancellation.
+
+Stock SGLang shards destinations over a few queues with one serial worker each, so a WAN copy can hold a LAN copy up
+for seconds. Here every destination has its own queue and worker; both are SGLang's own code.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from sglang.srt.disaggregation.base import KVPoll
+from sglang.srt.disaggregation.mooncake.conn import MooncakeKVSender
+from sglang.srt.disaggregation.utils import FastQueue
+from sglang.srt.runtime_context import get_parallel
+
+from sglang_pdd.config import PddConfig
+from sglang_pdd.pacing import TokenBucket, segments
+from sglang_pdd.policy import LinkEstimate
+
+logger = logging.getLogger(__name__)
+
+Block = tuple[int, int, int]  # source address, destination address, bytes
+
+SEGMENT_SECONDS = 0.02  # what one paced segment takes
+MIN_SEGMENT = 64 << 10  # bytes
+FREE_SEGMENT = 8 << 20  # bytes; without a rate limit, only cancellation needs segments
+IDLE_LANE = 600.0  # seconds until the worker of an unused lane ends
+
+
+class Lane(FastQueue):  # type: ignore[misc]
+    """SGLang's transfer queue of one destination; remembers which chunk its worker has in hand."""
+
+    def __init__(self, link: LinkEstimate) -> None:
+        super().__init__()
+        self.link = link
+        self.used = time.monotonic()
+        self.in_hand: Any = None
+
+    def get(self) -> Any:
+        self.in_hand = super().get()
+        return self.in_hand
+
+
+class Lanes:
+    """All lanes of one KV manager.
+
+    Args:
+        rate: bytes/s that all unlimited-class destinations of this rank share; None: no limit.
+        is_lan: whether an engine session belongs to a relay beside P.
+        sent: called from a worker with (room, bytes, seconds) after each WAN segment.
+    """
+
+    def __init__(self, rate: float | None, is_lan: Callable[[str], bool], sent: Callable[[int, int, float], None]) -> None:
+        self.rate = rate
+        self.is_lan = is_lan
+        self.sent = sent
+        self._segment = FREE_SEGMENT if rate is None else max(MIN_SEGMENT, int(rate * SEGMENT_SECONDS))
+        self._bucket = None if rate is None else TokenBucket(rate, self._segment)
+        self._lanes: dict[tuple[str, ...], Lane] = {}
+        self._by_session: dict[str, Lane] = {}
+
+    def link(self, sessions: Iterable[str]) -> LinkEstimate:
+        """What is known of the way to this destination."""
+        lane = self._lanes.get(tuple(sorted(sessions)))
+        return lane.link if lane else LinkEstimate(self.rate)
+
+    def of(self, manager: Any, sessions: Iterable[str]) -> Lane:
+        key = tuple(sorted(sessions))
+        lane = self._lanes.get(key)
+        if lane is None:
+            self._retire()
+            lane = self._lanes[key] = Lane(LinkEstimate(self.rate))
+            self._by_session.update(dict.fromkeys(key, lane))
+            threading.Thread(
+                target=manager.transfer_worker, args=(lane, ThreadPoolExecutor(4), None, 0), daemon=True
+            ).start()
+        lane.used = time.monotonic()
+        return lane
+
+    def transfer(self, original: Callable[..., int], manager: Any, session: str, blocks: list[Block]) -> int:
+        """Send blocks in segments. Returns 0 also when the room was cancelled: nothing is in flight then."""
+        lane = self._by_session.get(session)
+        if lane is None or lane.in_hand is None or self.is_lan(session):
+            return original(manager, session, blocks)
+        room = lane.in_hand.room
+
+        def cancelled() -> bool:
+            return manager.request_status.get(room, KVPoll.Failed) == KVPoll.Failed
+
+        left = sum(length for _, _, length in blocks)
+        for part in segments([length for _, _, length in blocks], self._segment):
+            size = sum(length for _, _, length in part)
+            if cancelled() or (self._bucket is not None and not self._bucket.take(size, cancelled)):
+                lane.link.dropped(left)
+                return 0
+            started = time.monotonic()
+            status = original(
+                manager, session, [(blocks[i][0] + offset, blocks[i][1] + offset, n) for i, offset, n in part]
+            )
+            if status != 0:
+                lane.link.dropped(left)
+                return status
+            seconds = time.monotonic() - started
+            left -= size
+            lane.link.sent(size, seconds)
+            self.sent(room, size, seconds)
+        return 0
+
+    def _retire(self) -> None:
+        now = time.monotonic()
+        for key, lane in list(self._lanes.items()):
+            if now - lane.used > IDLE_LANE:
+                lane.put(None)  # ends SGLang's worker
+                del self._lanes[key]
+                for session in key:
+                    if self._by_session.get(session) is lane:
+                        del self._by_session[session]
+
+
+lanes: Lanes | None = None  # of this process
+
+
+def get_lanes() -> Lanes:
+    """The process's lanes; made on first use when P has no role but a rate limit."""
+    global lanes
+    if lanes is None:
+        lanes = make_lanes(PddConfig.from_env(), lambda session: False, lambda room, size, seconds: None)
+    return lanes
+
+
+def make_lanes(
+    config: PddConfig, is_lan: Callable[[str], bool], sent: Callable[[int, int, float], None]
+) -> Lanes:
+    global lanes
+    rate = config.wan_rate_limit
+    lanes = Lanes(rate / get_parallel().tp_size if rate else None, is_lan, sent)
+    return lanes
+
+
+# --- hooks ------------------------------------------------------------------------------------------------------
+
+
+def add_transfer_request(original: Callable[..., Any], manager: Any, bootstrap_room: int, *args: Any, **kwargs: Any) -> Any:
+    """Around ``MooncakeKVManager.add_transfer_request``: into the destination's own lane."""
+    sessions = tuple(manager.transfer_infos.get(bootstrap_room, ()))
+    if not sessions:
+        return original(manager, bootstrap_room, *args, **kwargs)
+    lane = get_lanes().of(manager, sessions)
+    indices = args[0] if args else kwargs["kv_indices"]
+    lane.link.queued(len(indices) * manager.kv_item_lens_sum)
+    stock = manager.transfer_queues
+    manager.transfer_queues = [lane]  # only the scheduler's thread reads it
+    try:
+        return original(manager, bootstrap_room, *args, **kwargs)
+    finally:
+        manager.transfer_queues = stock
+
+
+def transfer_data(original: Callable[..., int], manager: Any, mooncake_session_id: str, transfer_blocks: list[Block]) -> int:
+    """Around ``MooncakeKVManager._transfer_data``: paced and cancellable on the WAN."""
+    return get_lanes().transfer(original, manager, mooncake_session_id, transfer_blocks)
+
+
+def cpu_sender() -> None:
+    """Without a GPU there is no pinned memory and there are no events: hand indices over as arrays."""
+    MooncakeKVSender.supports_host_tensor_indices = False

@@ -1,0 +1,371 @@
+"""P's seam: fan-out to a relay, the first token, the early end of the HTTP response.
+
+A relay is a second stock sender for the same request, under a room of its own. It gets what the first sender gets, as
+soon as RLD is ready for it, from wherever RLD's own cache ends.
+"""
+
+from __future__ import annotations
+
+import copy
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+from sglang.srt.disaggregation.base import KVPoll
+from sglang.srt.disaggregation.utils import (
+    FAKE_BOOTSTRAP_HOST,
+    KVClassType,
+    get_kv_class,
+    is_aborted,
+    poll_and_all_reduce_attn_cp_tp_group,
+)
+from sglang.srt.managers.schedule_batch import FINISH_LENGTH
+from sglang.srt.runtime_context import get_parallel
+from sglang.srt.sampling.sampling_params import SamplingParams
+
+from sglang_pdd.actions import Command, DropRelay, OpenRelay
+from sglang_pdd.config import PddConfig
+from sglang_pdd.patches import ingress, mooncake
+from sglang_pdd.patches.bootstrap import Drain
+from sglang_pdd.patches.logprobs import output_logprobs
+from sglang_pdd.prefill import Job, Prefill
+from sglang_pdd.protocol import Chunk
+
+MAX_LOGIT_BIAS = 200  # entries that travel with a relay
+
+
+@dataclass(slots=True)
+class _Relay:
+    """The second copy of one request."""
+
+    req: Any
+    room: int
+    relay_room: int
+    sender: Any
+    primary: Any  # the request's own sender
+    ready: bool = False  # RLD's metadata has come
+    sent: int = 0  # tokens handed to the sender, counted from the start of the prompt
+    prefix: int = 0  # tokens that RLD had cached
+    computed: int = 0  # tokens whose KV exists
+    complete: bool = False  # the last chunk exists
+    queued_last: bool = False
+    metadata: int = -1
+
+
+class PrefillSeam(ingress.Seam):
+    def __init__(self, scheduler: Any, config: PddConfig) -> None:
+        super().__init__(scheduler, config)
+        self._requests: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
+        self._relays: dict[int, _Relay] = {}
+        self._copies = -1
+        self.machine = Prefill(self.counters, config, self._fingerprint, ingress.bootstrap_address())
+        self._lanes = mooncake.make_lanes(config, self._is_lan, self._sent)
+        self._lan_sessions: set[str] = set()
+        self._bytes_per_token = (
+            self.kv_manager.kv_item_lens_sum / scheduler.token_to_kv_pool_allocator.page_size * get_parallel().tp_size
+        )
+        if self.rank == 0:
+            self.connect(self.machine, listen=True)
+
+    @property
+    def kv_manager(self) -> Any:
+        return self._queue.kv_manager
+
+    @property
+    def _queue(self) -> Any:
+        return self.scheduler.disagg_prefill_bootstrap_queue
+
+    def open_rooms(self) -> int:
+        return len(self.scheduler.disagg_prefill_inflight_queue) + len(self._queue.queue)
+
+    def relays(self) -> int:
+        return len(self._relays)
+
+    def run(self, command: Command) -> None:
+        if isinstance(command, OpenRelay):
+            self._open(command)
+        elif isinstance(command, DropRelay) and (relay := self._relays.get(command.relay_room)):
+            self._end(relay, "relay_dropped", why=command.why)
+
+    # --- a request's way ---
+
+    def bootstrapped(self, req: Any) -> None:
+        """MD's metadata is here: what it holds is known, so is where to send the rest."""
+        room = req.bootstrap_room
+        self._requests[room] = req
+        if self.node is None:
+            return
+        sessions = self._sessions_of(room)
+        prompt_tokens = len(req.origin_input_ids)
+        missing = prompt_tokens - req.disagg_decode_prefix_len
+        landing_ms = self._lanes.link(sessions).landing_ms(int(missing * self._bytes_per_token))
+        self.timeline.event(
+            "bootstrapped",
+            room,
+            prompt_tokens=prompt_tokens,
+            hit=req.disagg_decode_prefix_len,
+            missing=missing,
+            predicted_ms=round(landing_ms, 1),
+        )
+        job = Job(
+            room,
+            sessions,
+            tuple(req.origin_input_ids),
+            sampling_to_wire(req.pdd_sampling),
+            landing_ms,
+            req.return_logprob,
+            req.logprob.top_logprobs_num if req.return_logprob else 0,
+            obstacle(req),
+        )
+        self.do(self.machine.bootstrapped(job))
+
+    def prefilled(self, req: Any) -> None:
+        """The first token is sampled: it is MD's before any KV is."""
+        if self.node is None:
+            return
+        cached = (req.cached_tokens, req.cached_tokens_device, req.cached_tokens_host, req.cached_tokens_storage)
+        chunk = Chunk(req.bootstrap_room, 0, (req.output_ids[0],), output_logprobs(req, 0, 1), cached=cached)
+        self.do(self.machine.first_token(self._sessions_of(req.bootstrap_room), chunk))
+        self.timeline.event("first_token", req.bootstrap_room)
+
+    def queued(self, req: Any) -> None:
+        """The last chunk is on its way: nothing is left for P's client to wait for."""
+        self.timeline.event("queued", req.bootstrap_room)
+        if req.finished() or not self._known(req.bootstrap_room):
+            return
+        req.finished_reason = FINISH_LENGTH(length=0)
+        self.scheduler.output_streamer.stream_output([req], req.return_logprob)
+
+    def computed(self, original: Callable[..., None], req: Any, end: int, complete: bool) -> None:
+        """KV exists up to ``end``."""
+        for relay in self._relays.values():
+            if relay.req is req:
+                relay.computed, relay.complete = end, complete
+                self._send(original, relay)
+
+    def pump(self, original: Callable[..., None]) -> None:
+        """Each step: what has changed with the relays? All ranks agree."""
+        if not self._relays:
+            return
+        relays = list(self._relays.values())
+        polls = poll_and_all_reduce_attn_cp_tp_group(
+            [sender for relay in relays for sender in (relay.sender, relay.primary)],
+            self.scheduler.attn_cp_cpu_group,
+            self.scheduler.attn_tp_cpu_group,
+        )
+        for relay, copy_poll, primary_poll in zip(relays, polls[::2], polls[1::2], strict=True):
+            if copy_poll == KVPoll.Success:
+                size = (len(relay.req.origin_input_ids) - relay.prefix) * self._bytes_per_token
+                self.counters.inc("lan.bytes", int(size))
+                self._end(relay, "relay_copied", bytes=int(size))
+                self.do(self.machine.copied(relay.relay_room))
+            elif copy_poll == KVPoll.Failed or primary_poll in (KVPoll.Failed, KVPoll.Success) or is_aborted(relay.req):
+                why = "copy_failed" if copy_poll == KVPoll.Failed else "landed" if primary_poll == KVPoll.Success else "aborted"
+                self._end(relay, "relay_dropped", why=why)
+                self.do(self.machine.gave_up(relay.relay_room, why))
+            elif copy_poll == KVPoll.WaitingForInput and not relay.ready:
+                self._ready(original, relay)
+
+    def concluded(self, done: list[Any]) -> None:
+        """These requests' copies to MD have ended, well or badly."""
+        for req in done:
+            self._requests.pop(req.bootstrap_room, None)
+            self.timeline.event("copied", req.bootstrap_room, ok=not is_aborted(req))
+        copies = len(self.scheduler.disagg_prefill_inflight_queue) + len(self._relays)
+        if self.rank == 0 and copies != self._copies:
+            self._copies = copies
+            Drain.set(copies)
+
+    # --- the second copy ---
+
+    def _open(self, command: OpenRelay) -> None:
+        req = self._requests.get(command.room)
+        if req is None or is_aborted(req) or req.disagg_kv_sender is None:
+            self.do(self.machine.gave_up(command.relay_room, "aborted"))
+            return
+        sender = get_kv_class(self._queue.transfer_backend, KVClassType.SENDER)(
+            mgr=self.kv_manager,
+            bootstrap_addr=f"{req.bootstrap_host}:{self._queue.bootstrap_port}",
+            bootstrap_room=command.relay_room,
+            req_has_disagg_prefill_dp_rank=True,
+        )
+        relay = _Relay(req, command.room, command.relay_room, sender, req.disagg_kv_sender)
+        if req.output_ids:  # prefill was faster than the decision
+            relay.computed, relay.complete = len(req.origin_input_ids), True
+        elif not req.pending_bootstrap:
+            relay.computed = req.start_send_idx if req.start_send_idx > req.disagg_decode_prefix_len else 0
+        self._relays[command.relay_room] = relay
+        self.timeline.event("relay_open", command.room, relay_room=command.relay_room)
+
+    def _ready(self, original: Callable[..., None], relay: _Relay) -> None:
+        if self.scheduler.req_to_metadata_buffer_idx_allocator.available_size() == 0:
+            return  # next step
+        relay.metadata = self.scheduler.req_to_metadata_buffer_idx_allocator.alloc()
+        self._lan_sessions.update(self._sessions_of(relay.relay_room))
+        relay.prefix = relay.sent = relay.sender.pop_decode_prefix_len()
+        relay.sender.init(self._queue._num_pages_to_send(relay.req, relay.prefix), relay.metadata)
+        relay.ready = True
+        self._send(original, relay)
+
+    def _send(self, original: Callable[..., None], relay: _Relay) -> None:
+        if not relay.ready or relay.queued_last or (relay.computed <= relay.sent and not relay.complete):
+            return
+        with _as_relay(relay):
+            original(self.scheduler, relay.req, relay.complete, relay.computed)
+        relay.queued_last = relay.complete
+
+    def _end(self, relay: _Relay, event: str, **fields: Any) -> None:
+        del self._relays[relay.relay_room]
+        if event != "relay_copied":
+            relay.sender.abort()
+        relay.sender.clear()
+        self.kv_manager.failure_records.pop(relay.relay_room, None)
+        if relay.metadata >= 0:
+            self.scheduler.req_to_metadata_buffer_idx_allocator.free(relay.metadata)
+        self.timeline.event(event, relay.room, relay_room=relay.relay_room, **fields)
+
+    # --- peers ---
+
+    def _sessions_of(self, room: int) -> tuple[str, ...]:
+        return tuple(self.kv_manager.transfer_infos.get(room, ()))
+
+    def _known(self, room: int) -> bool:
+        """Is MD a PDD node? Asked on every rank, answered alike: only rank 0's output is ever used."""
+        return self.node is not None and self.machine.role_of(self._sessions_of(room)) == "main"
+
+    def _is_lan(self, session: str) -> bool:
+        return session in self._lan_sessions
+
+    def _sent(self, room: int, size: int, seconds: float) -> None:
+        self.counters.inc("wan.bytes", size)
+        self.timeline.event("wan_sent", room, bytes=size, seconds=round(seconds, 4))
+
+
+@contextmanager
+def _as_relay(relay: _Relay) -> Iterator[None]:
+    """While the stock code sends to RLD, the request shows RLD's side of itself."""
+    req = relay.req
+    stock = (
+        req.disagg_kv_sender,
+        req.start_send_idx,
+        req.disagg_decode_prefix_len,
+        req.metadata_buffer_index,
+        req.bootstrap_room,
+    )
+    req.disagg_kv_sender = relay.sender
+    req.start_send_idx = relay.sent
+    req.disagg_decode_prefix_len = relay.prefix
+    req.metadata_buffer_index = relay.metadata
+    req.bootstrap_room = relay.relay_room
+    try:
+        yield
+        relay.sent = req.start_send_idx
+    finally:
+        (
+            req.disagg_kv_sender,
+            req.start_send_idx,
+            req.disagg_decode_prefix_len,
+            req.metadata_buffer_index,
+            req.bootstrap_room,
+        ) = stock
+
+
+def sampling_to_wire(params: SamplingParams) -> dict[str, Any]:
+    """Sampling parameters as a map of plain values."""
+    wire = {name: getattr(params, name) for name in params.__struct_fields__}
+    return {k: sorted(v) if isinstance(v, set) else v for k, v in wire.items() if _plain(v)}
+
+
+def sampling_from_wire(wire: dict[str, Any]) -> SamplingParams:
+    """Raises ValueError for anything that is not a valid set of parameters."""
+    known = set(SamplingParams.__struct_fields__)
+    if unknown := set(wire) - known:
+        raise ValueError(f"unknown sampling parameters {sorted(unknown)}")
+    wire = dict(wire)
+    if wire.get("stop_token_ids") is not None:
+        wire["stop_token_ids"] = set(wire["stop_token_ids"])
+    params = SamplingParams(**wire)
+    return msgspec.convert(msgspec.to_builtins(params), SamplingParams)
+
+
+def _plain(value: Any) -> bool:
+    return value is None or isinstance(value, (bool, int, float, str, list, dict, set))
+
+
+def obstacle(req: Any) -> str | None:
+    """Why this request can't be relayed; None if it can. What is named here is served as P-MD."""
+    params = req.pdd_sampling
+    penalties = params.frequency_penalty or params.presence_penalty or params.repetition_penalty != 1.0
+    features = {
+        "grammar": any((params.json_schema, params.regex, params.ebnf, params.structural_tag)),
+        "penalties": bool(penalties),
+        "min_new_tokens": params.min_new_tokens > 0,
+        "custom_logit_processor": bool(req.custom_logit_processor),
+        "custom_params": bool(params.custom_params),
+        "watermark": params.watermark is not None,
+        "beam_search": (params.beam_width or 1) > 1,
+        "lora": req.lora_id is not None,
+        "multimodal": req.multimodal_inputs is not None,
+        "input_embeds": req.input_embeds is not None,
+        "session": req.session is not None,
+        "hidden_states": bool(req.return_hidden_states),
+        "sampling_mask": bool(req.return_sampling_mask),
+        "token_ids_logprob": req.return_logprob and req.logprob.token_ids_logprob is not None,
+        "logit_bias": len(params.logit_bias or ()) > MAX_LOGIT_BIAS,
+    }
+    return next((name for name, present in features.items() if present), None)
+
+
+# --- hooks ------------------------------------------------------------------------------------------------------
+
+
+def _seam() -> PrefillSeam | None:
+    return ingress.seam if isinstance(ingress.seam, PrefillSeam) else None
+
+
+def keep_sampling(queue: Any, req: Any) -> None:
+    """Before ``PrefillBootstrapQueue._process_req`` sets max_new_tokens to 1: keep what was asked for."""
+    req.pdd_sampling = copy.copy(req.sampling_params)
+
+
+def after_bootstrap(done: bool, queue: Any, req: Any) -> None:
+    """After ``PrefillBootstrapQueue.finalize_bootstrap``."""
+    if done and (seam := _seam()) and req.bootstrap_host != FAKE_BOOTSTRAP_HOST:
+        seam.bootstrapped(req)
+
+
+def send_kv_chunk(
+    original: Callable[..., None], scheduler: Any, req: Any, last_chunk: bool = False, end_idx: int | None = None
+) -> None:
+    """Around ``_send_kv_chunk``: the first token first, then MD's copy, then the relay's."""
+    seam = _seam()
+    if seam is None or req.bootstrap_host == FAKE_BOOTSTRAP_HOST:
+        return original(scheduler, req, last_chunk, end_idx)
+    if last_chunk:
+        seam.prefilled(req)
+    end = end_idx if end_idx is not None else min(req.extend_end, len(req.origin_input_ids))
+    original(scheduler, req, last_chunk, end_idx)
+    seam.computed(original, req, end, last_chunk)
+    if last_chunk:
+        seam.queued(req)
+
+
+def inflight_queue(original: Callable[..., list[Any]], scheduler: Any, rids_to_check: list[str] | None = None) -> list[Any]:
+    """Around ``process_disagg_prefill_inflight_queue``: once a step, also when it is empty."""
+    seam = _seam()
+    if seam is None:
+        return original(scheduler, rids_to_check)
+    seam.pump(_stock_send)
+    done = original(scheduler, rids_to_check)
+    seam.concluded(done)
+    return done
+
+
+def _stock_send(scheduler: Any, req: Any, last_chunk: bool, end_idx: int | None) -> None:
+    """SGLang's ``_send_kv_chunk`` without our hook."""
+    type(scheduler)._send_kv_chunk.__wrapped__(scheduler, req, last_chunk, end_idx)
+
+

@@ -1,0 +1,117 @@
+"""Folders of CURVE keys: who a node is, and whom it talks to.
+
+A node's folder holds ``secret.key`` (its own key pair) and ``peers/*.key`` (public keys: the allow-list), all in ZMQ's
+certificate format. Removing a file from ``peers`` revokes that key at the next start.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import zmq
+import zmq.auth
+from zmq.utils import z85
+
+_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,63}")
+
+
+class KeysError(ValueError):
+    """A keys folder that cannot be used; the text says why and what to do, in one line."""
+
+
+@dataclass(frozen=True, slots=True)
+class Keys:
+    """One node's keys, all in z85 (40 characters)."""
+
+    public: str
+    secret: str = field(repr=False)
+    peers: frozenset[str]  # public keys that may connect, and that may be connected to
+
+    @staticmethod
+    def load(folder: str | os.PathLike[str]) -> Keys:
+        """Read a node's folder.
+
+        Raises:
+            KeysError: missing or malformed files, a secret that others can read, or no peers.
+        """
+        path = Path(folder)
+        secret_file = path / "secret.key"
+        if not secret_file.is_file():
+            raise KeysError(f"{secret_file} is missing: make it with `sglang-pdd keys DIR --names ...`")
+        mode = secret_file.stat().st_mode & 0o777
+        if mode & 0o027:  # the group may read: that is how orchestrators mount secrets
+            raise KeysError(f"{secret_file} has mode {mode:04o}, others can use it: chmod 600 {secret_file}")
+        public, secret = _read(secret_file)
+        if secret is None:
+            raise KeysError(f"{secret_file} holds no secret key")
+        if zmq.curve_public(secret.encode()).decode() != public:
+            raise KeysError(f"{secret_file}: the public key does not belong to the secret key")
+        peers = frozenset(_read(file)[0] for file in sorted((path / "peers").glob("*.key")))
+        if not peers:
+            raise KeysError(f"{path / 'peers'} holds no *.key: put the public keys of the other nodes there")
+        return Keys(public, secret, peers)
+
+
+def make(folder: str | os.PathLike[str], names: Sequence[str], *, force: bool = False) -> list[str]:
+    """Make ``folder/<name>`` for each name, each with the public keys of all names. Returns the names newly made.
+
+    Existing secrets are kept unless ``force``, so that a node can be added later by naming all of them again.
+
+    Raises:
+        KeysError: a bad name, or an existing secret that cannot be read.
+    """
+    if not names or len(set(names)) != len(names):
+        raise KeysError("give at least one name, and each only once")
+    for name in names:
+        if not _NAME.fullmatch(name):
+            raise KeysError(f"bad name {name!r}: letters, digits, '.', '_' and '-' only")
+    publics: dict[str, str] = {}
+    made: list[str] = []
+    for name in names:
+        secret_file = Path(folder) / name / "secret.key"
+        if secret_file.exists() and not force:
+            publics[name] = _read(secret_file)[0]
+            continue
+        public, secret = (key.decode() for key in zmq.curve_keypair())
+        secret_file.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        _write(secret_file, _certificate(name, public, secret), 0o600)
+        publics[name] = public
+        made.append(name)
+    for name in names:
+        peers = Path(folder) / name / "peers"
+        peers.mkdir(exist_ok=True)
+        for other, public in publics.items():
+            _write(peers / f"{other}.key", _certificate(other, public, None), 0o644)
+    return made
+
+
+def _certificate(name: str, public: str, secret: str | None) -> str:
+    lines = [f"# sglang-pdd: {'SECRET' if secret else 'public'} key of {name}", "metadata", "curve"]
+    lines.append(f'    public-key = "{public}"')
+    if secret:
+        lines.append(f'    secret-key = "{secret}"')
+    return "\n".join(lines) + "\n"
+
+
+def _write(file: Path, text: str, mode: int) -> None:
+    # Through a new file of the right mode, so that a secret is neither readable nor half-written for an instant.
+    draft = file.with_name(f".{file.name}.{os.getpid()}")
+    fd = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
+    with os.fdopen(fd, "w") as out:
+        out.write(text)
+    os.replace(draft, file)
+
+
+def _read(file: Path) -> tuple[str, str | None]:
+    try:
+        public, secret = zmq.auth.load_certificate(file)
+        for key in (public, secret):
+            if key is not None and (len(key) != 40 or len(z85.decode(key)) != 32):
+                raise ValueError("not a z85 key of 40 characters")
+        return public.decode(), None if secret is None else secret.decode()
+    except (OSError, ValueError, KeyError) as error:
+        raise KeysError(f"{file}: {error}") from None

@@ -1,0 +1,122 @@
+"""MD's side of a relay, without I/O: which eager tokens become output, and when the relay ends.
+
+Eager tokens are accepted in position order, from whoever has them first. At the cut MD has accepted ``kept`` tokens;
+whatever arrives after it, for any position, is dropped. Nobody is asked, so a handoff costs no round trip.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from dataclasses import dataclass, field
+
+from sglang_pdd.actions import Action, Emit, Send
+from sglang_pdd.metrics import Counters
+from sglang_pdd.protocol import Chunk, Message, Ping, Pong, Stop, Tokens
+
+MAX_HELD_TOKENS = 4096  # of one request, waiting for a gap to close
+MAX_REMEMBERED = 4096  # closed rooms, told apart from rooms that never were
+
+
+@dataclass(slots=True)
+class _Session:
+    accepted: list[int] = field(default_factory=list)
+    held: dict[int, Chunk] = field(default_factory=dict)
+    relay: str | None = None  # the RLD that sends tokens
+    muted: bool = False  # a mismatch: nothing more is taken from the relay
+
+
+class Main:
+    """Sessions by bootstrap room. A session opens when MD's transfer metadata goes out, before anybody can send tokens."""
+
+    def __init__(self, counters: Counters) -> None:
+        self._counters = counters
+        self._sessions: dict[int, _Session] = {}
+        self._closed: OrderedDict[int, int] = OrderedDict()  # room -> tokens kept
+
+    def __len__(self) -> int:
+        return len(self._sessions)
+
+    def opened(self, room: int) -> None:
+        self._closed.pop(room, None)
+        self._sessions[room] = _Session()
+
+    def receive(self, peer: str, message: Message, now: float, *, prefill: bool = False) -> list[Action]:
+        """``prefill``: the peer is a P (MD dialled it); else it is an RLD."""
+        if isinstance(message, Tokens):
+            return [a for chunk in message.chunks for a in self._chunk(peer, chunk, prefill)]
+        if isinstance(message, Ping):
+            return [Send(peer, Pong(tuple(r for r in message.rooms if r not in self._sessions)))]
+        return []  # an Abort tells of a relay that ended: MD goes on without
+
+    def cut(self, room: int, kept: int, why: str) -> list[Action]:
+        """MD goes on by itself, or is done with the request: it keeps ``kept`` output tokens."""
+        session = self._sessions.pop(room, None)
+        if session is None:
+            return []
+        self._remember(room, kept)
+        self._counters.inc("tokens.wasted", max(0, len(session.accepted) - kept) + sum(len(c.ids) for c in session.held.values()))
+        return [Send(session.relay, Stop(room, kept, why))] if session.relay else []
+
+    def tick(self, now: float) -> list[Action]:
+        return []
+
+    def _chunk(self, peer: str, chunk: Chunk, prefill: bool) -> list[Action]:
+        session = self._sessions.get(chunk.room)
+        if session is None:
+            return self._stray(peer, chunk, prefill)
+        if not prefill:
+            if session.muted or session.relay not in (None, peer):
+                self._counters.inc("messages.dropped", cause="stale")
+                return []
+            session.relay = peer
+        if self._contradicts(session, chunk):
+            self._counters.inc("tokens.mismatch")
+            if prefill:
+                return []
+            session.muted = True
+            return [Send(peer, Stop(chunk.room, len(session.accepted), "mismatch"))]
+        if chunk.start > len(session.accepted):
+            return self._hold(session, chunk)
+        actions = self._accept(session, chunk, "P" if prefill else "RLD")
+        while (held := session.held.pop(len(session.accepted), None)) is not None:
+            actions += self._accept(session, held, "RLD")
+        return actions
+
+    def _accept(self, session: _Session, chunk: Chunk, source: str) -> list[Action]:
+        known = len(session.accepted) - chunk.start
+        fresh = chunk.ids[known:]
+        self._counters.inc("tokens.duplicate", len(chunk.ids) - len(fresh))
+        if not fresh:
+            return []
+        start = len(session.accepted)
+        session.accepted.extend(fresh)
+        logprobs = chunk.logprobs.slice(known, len(chunk.ids)) if chunk.logprobs else None
+        return [Emit(chunk.room, start, fresh, logprobs, source, chunk.cached)]
+
+    def _contradicts(self, session: _Session, chunk: Chunk) -> bool:
+        known = session.accepted[chunk.start : chunk.start + len(chunk.ids)]
+        return list(chunk.ids[: len(known)]) != known
+
+    def _hold(self, session: _Session, chunk: Chunk) -> list[Action]:
+        if sum(len(c.ids) for c in session.held.values()) + len(chunk.ids) > MAX_HELD_TOKENS:
+            self._counters.inc("messages.dropped", cause="held")
+        elif chunk.ids:
+            session.held.setdefault(chunk.start, chunk)
+            self._counters.inc("tokens.held", len(chunk.ids))
+        return []
+
+    def _stray(self, peer: str, chunk: Chunk, prefill: bool) -> list[Action]:
+        kept = self._closed.get(chunk.room)
+        if kept is None:
+            self._counters.inc("messages.dropped", cause="unknown_room")
+            kept = 0
+        else:
+            self._counters.inc("messages.dropped", cause="stale")
+            self._counters.inc("tokens.wasted", len(chunk.ids))
+        # The Stop may have been lost: say it again.
+        return [] if prefill else [Send(peer, Stop(chunk.room, kept, "closed"))]
+
+    def _remember(self, room: int, kept: int) -> None:
+        self._closed[room] = kept
+        while len(self._closed) > MAX_REMEMBERED:
+            self._closed.popitem(last=False)

@@ -1,0 +1,125 @@
+"""A node: the state machine of its role with a network and a clock. Runs on rank 0, in the scheduler's thread."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterable
+from typing import Protocol
+
+from sglang_pdd.actions import Action, Command, Dial, Send
+from sglang_pdd.discovery import Finder
+from sglang_pdd.metrics import Counters
+from sglang_pdd.protocol import Hello, Message, Welcome
+from sglang_pdd.transport import Endpoint, TransportError
+
+logger = logging.getLogger(__name__)
+
+BEAT = 1.0  # seconds between Hellos
+TICK = 0.1  # seconds between looks at the clock
+
+
+class Machine(Protocol):
+    def receive(self, peer: str, message: Message, now: float, *, prefill: bool = False) -> list[Action]: ...
+
+    def tick(self, now: float) -> list[Action]: ...
+
+
+class Node:
+    """Args:
+    hello: what this node says of itself to prefills; None for a prefill.
+    """
+
+    def __init__(
+        self,
+        machine: Machine,
+        endpoint: Endpoint,
+        finder: Finder,
+        counters: Counters,
+        hello: Callable[[], Hello] | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._machine = machine
+        self._endpoint = endpoint
+        self._finder = finder
+        self._counters = counters
+        self._hello = hello
+        self._clock = clock
+        self._prefills: dict[str, str] = {}  # endpoint -> bootstrap address
+        self._commands: list[Command] = []
+        self._next_beat = self._next_tick = 0.0
+
+    def poll(self) -> list[Command]:
+        """Everything that has happened since the last call, as commands for the scheduler."""
+        now = self._clock()
+        for peer, message in self._endpoint.receive():
+            if isinstance(message, Welcome):
+                self._welcome(peer, message)
+            else:
+                self.do(self._machine.receive(peer, message, now, prefill=peer in self._prefills))
+        if now >= self._next_tick:
+            self._next_tick = now + TICK
+            self._discover()
+            self.do(self._machine.tick(now))
+        if now >= self._next_beat:
+            self._next_beat = now + BEAT
+            self._beat()
+        commands, self._commands = self._commands, []
+        return commands
+
+    def do(self, actions: Iterable[Action]) -> None:
+        """Carry actions out; commands wait for the next `poll`."""
+        for action in actions:
+            if isinstance(action, Send):
+                self._endpoint.send(action.peer, action.message)
+            elif isinstance(action, Dial):
+                self._dial(action.endpoint, action.public_key)
+            else:
+                self._commands.append(action)
+
+    def want(self, bootstrap: str) -> None:
+        """There is a prefill at this bootstrap address (host:port)."""
+        if self._hello is not None:
+            self._finder.want(bootstrap)
+
+    def close(self) -> None:
+        self._finder.close()
+        self._endpoint.close()
+
+    def _discover(self) -> None:
+        for found in self._finder.found():
+            for endpoint in [e for e, b in self._prefills.items() if b == found.bootstrap and e != found.endpoint]:
+                del self._prefills[endpoint]  # that prefill has moved
+                self._endpoint.hangup(endpoint)
+            if found.endpoint not in self._prefills and self._dial(found.endpoint, found.public_key):
+                logger.info("PDD: prefill %s answers at %s", found.bootstrap, found.endpoint)
+                self._prefills[found.endpoint] = found.bootstrap
+                self._next_beat = 0.0
+
+    def _dial(self, endpoint: str, public_key: str) -> bool:
+        try:
+            self._endpoint.dial(endpoint, public_key)
+        except TransportError as error:
+            self._counters.inc("discovery.errors", cause="dial")
+            logger.warning("PDD: %s", error)
+            return False
+        return True
+
+    def _beat(self) -> None:
+        if self._hello is not None and self._prefills:
+            hello = self._hello()
+            for endpoint in self._prefills:
+                self._endpoint.send(endpoint, hello)
+
+    def _welcome(self, peer: str, welcome: Welcome) -> None:
+        where = self._prefills.get(peer, peer)
+        if welcome.accepted:
+            logger.info("PDD: prefill %s knows this node", where)
+        else:
+            self._counters.inc("messages.dropped", cause="unwelcome")
+            self._refused(where, welcome.reason)
+
+    def _refused(self, where: str, reason: str) -> None:
+        if getattr(self, "_last_refusal", None) != (where, reason):  # it comes again with every Hello
+            self._last_refusal = (where, reason)
+            logger.error("PDD: prefill %s refuses this node: %s", where, reason)

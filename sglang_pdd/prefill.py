@@ -1,0 +1,212 @@
+"""P's side, without I/O: who is there, which request gets a relay, and when it ends."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from sglang_pdd import policy
+from sglang_pdd.actions import Action, DropRelay, OpenRelay, Send
+from sglang_pdd.config import PddConfig
+from sglang_pdd.metrics import Counters
+from sglang_pdd.protocol import (
+    ROOM_LIMIT,
+    Abort,
+    Chunk,
+    Hello,
+    Message,
+    RelayOpen,
+    RelayReply,
+    Tokens,
+    Welcome,
+)
+
+PEER_TIMEOUT = 10.0  # seconds without a Hello
+_STRIDE = 0x9E3779B97F4A7C15  # odd, so that rooms map to relay rooms one to one
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """A request whose MD has said what it holds."""
+
+    room: int
+    sessions: tuple[str, ...]  # MD's transfer-engine sessions
+    prompt: tuple[int, ...]
+    sampling: Mapping[str, Any]
+    landing_ms: float  # predicted, after prefill
+    return_logprob: bool = False
+    top_logprobs: int = 0
+    obstacle: str | None = None  # why it can't be relayed
+
+
+@dataclass(slots=True)
+class _Peer:
+    hello: Hello
+    seen: float
+    asked: int = 0  # relays opened here since its last Hello
+
+
+@dataclass(slots=True)
+class _Relaying:
+    room: int
+    node: str
+
+
+@dataclass(slots=True)
+class Prefill:
+    """Peers by node id, relays by relay room.
+
+    Args:
+        fingerprint: what peers must have in common with this node.
+        bootstrap: this node's bootstrap address (host:port), for the relay's LAN copy.
+    """
+
+    counters: Counters
+    config: PddConfig
+    fingerprint: Mapping[str, str]
+    bootstrap: str
+    peers: dict[str, _Peer] = field(default_factory=dict)
+    _owners: dict[str, str] = field(default_factory=dict)  # engine session -> node id
+    _relays: dict[int, _Relaying] = field(default_factory=dict)
+
+    def __len__(self) -> int:
+        return len(self._relays)
+
+    def receive(self, peer: str, message: Message, now: float, *, prefill: bool = False) -> list[Action]:
+        if isinstance(message, Hello):
+            return self._hello(peer, message, now)
+        if peer not in self.peers:
+            self.counters.inc("messages.dropped", cause="unwelcome")
+        elif isinstance(message, RelayReply):
+            if not message.accepted:
+                return self._lost(peer, message)
+        elif isinstance(message, Abort):
+            return self._drop(message.room, message.why)
+        return []
+
+    def role_of(self, sessions: tuple[str, ...]) -> str | None:
+        """Role of the node that owns these engine sessions; None: nobody that P knows."""
+        peer = self._owner(sessions)
+        return self.peers[peer].hello.role if peer else None
+
+    def bootstrapped(self, job: Job) -> list[Action]:
+        """Open a relay for this request, if it is worth one and somebody has room."""
+        main = self._owner(job.sessions)
+        if main is None or self.peers[main].hello.role != "main":
+            self.counters.inc("requests", pipeline="stock")
+            return []
+        wanted = policy.relay_wanted(self.config.relay_policy, job.landing_ms, self.config.relay_threshold_ms)
+        if wanted and job.obstacle:
+            self.counters.inc("relay.refused", reason="feature")
+            wanted = False
+        node = policy.choose_relay(self._relays_with_room()) if wanted else None
+        if wanted and node is None:
+            self.counters.inc("relay.refused", reason="no_relay")
+        if node is None:
+            self.counters.inc("requests", pipeline="P-MD")
+            return []
+        relay_room = (job.room * _STRIDE + 1) % ROOM_LIMIT
+        hello = self.peers[main].hello
+        self.peers[node].asked += 1
+        self._relays[relay_room] = _Relaying(job.room, node)
+        self.counters.inc("requests", pipeline="P-RLD-MD")
+        self.counters.inc("relay.opened")
+        ask = RelayOpen(
+            relay_room,
+            job.room,
+            self.bootstrap,
+            job.prompt,
+            job.sampling,
+            hello.address,
+            hello.public_key,
+            job.return_logprob,
+            job.top_logprobs,
+        )
+        return [OpenRelay(job.room, relay_room), Send(node, ask)]
+
+    def first_token(self, sessions: tuple[str, ...], chunk: Chunk) -> list[Action]:
+        """The token P has sampled, straight to MD."""
+        main = self._owner(sessions)
+        return [Send(main, Tokens((chunk,)))] if main else []
+
+    def copied(self, relay_room: int) -> list[Action]:
+        """The LAN copy is complete: the rest is between RLD and MD."""
+        self._relays.pop(relay_room, None)
+        return []
+
+    def gave_up(self, relay_room: int, why: str) -> list[Action]:
+        """The LAN copy failed, or nobody needs it any more."""
+        relay = self._relays.pop(relay_room, None)
+        if relay is None:
+            return []
+        self.counters.inc("relay.dropped", why=why)
+        return [Send(relay.node, Abort(relay_room, why))]
+
+    def tick(self, now: float) -> list[Action]:
+        gone = [node for node, peer in self.peers.items() if now - peer.seen > PEER_TIMEOUT]
+        actions: list[Action] = []
+        for node in gone:
+            self._forget(node)
+            for relay_room in [r for r, relay in self._relays.items() if relay.node == node]:
+                actions += self._drop(relay_room, "silence")
+        return actions
+
+    def _hello(self, node: str, hello: Hello, now: float) -> list[Action]:
+        if reason := self._refusal(hello):
+            if node in self.peers:
+                self._forget(node)
+            self.counters.inc("messages.dropped", cause="unwelcome")
+            return [Send(node, Welcome(False, reason))]
+        fresh = node not in self.peers
+        if not fresh:
+            self._forget(node)
+        self.peers[node] = _Peer(hello, now)
+        for session in hello.sessions:
+            self._owners[session] = node
+        self._count_peers()
+        return [Send(node, Welcome(True))] if fresh else []
+
+    def _refusal(self, hello: Hello) -> str | None:
+        if hello.role not in ("relay", "main"):
+            return f"role: expected relay or main, found {hello.role!r}"
+        if hello.role == "main" and not hello.address:
+            return "address: a main decode must listen"
+        for name, mine in self.fingerprint.items():
+            theirs = hello.fingerprint.get(name)
+            if theirs != mine:
+                return f"{name}: expected {mine}, found {theirs}; start all roles with the same one"
+        return None
+
+    def _forget(self, node: str) -> None:
+        del self.peers[node]
+        self._owners = {s: n for s, n in self._owners.items() if n != node}
+        self._count_peers()
+
+    def _count_peers(self) -> None:
+        for role in ("relay", "main"):
+            self.counters.set("peers", sum(p.hello.role == role for p in self.peers.values()), role=role)
+
+    def _owner(self, sessions: tuple[str, ...]) -> str | None:
+        return next((self._owners[s] for s in sessions if s in self._owners), None)
+
+    def _relays_with_room(self) -> dict[str, tuple[int, int]]:
+        return {
+            node: (peer.hello.load + peer.asked, peer.hello.capacity)
+            for node, peer in self.peers.items()
+            if peer.hello.role == "relay"
+        }
+
+    def _lost(self, peer: str, reply: RelayReply) -> list[Action]:
+        relay = self._relays.get(reply.relay_room)
+        if relay is None or relay.node != peer:
+            return []
+        self.counters.inc("relay.refused", reason=reply.reason.split(":")[0] or "unknown")
+        return self._drop(reply.relay_room, "refused")
+
+    def _drop(self, relay_room: int, why: str) -> list[Action]:
+        relay = self._relays.pop(relay_room, None)
+        if relay is None:
+            return []
+        self.counters.inc("relay.dropped", why=why)
+        return [DropRelay(relay.room, relay_room, why)]
