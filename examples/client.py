@@ -61,7 +61,7 @@ def generate(
         RuntimeError: the error came in the middle of a stream.
     """
     answer = Answer(rid or uuid.uuid4().hex, time.time())
-    body = {
+    body: dict[str, Any] = {
         "rid": answer.rid,
         "text": prompt,
         "sampling_params": {"temperature": 0, "max_new_tokens": max_new_tokens, **sampling},

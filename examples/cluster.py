@@ -9,7 +9,6 @@ Everything listens on free loopback ports, runs on the CPU reference platform, a
 from __future__ import annotations
 
 import atexit
-import json
 import os
 import random
 import shutil
@@ -20,12 +19,14 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
 import requests
+
+from sglang_pdd.timeline import read as read_events
 
 MODEL = Path(__file__).parent / "tiny" / "model"
 HOST = "127.0.0.1"
@@ -65,6 +66,7 @@ class Server:
     env: Mapping[str, str] = field(default_factory=dict)
     health: str = "/health"
     timeline: Path | None = None
+    pdd_port: int | None = None
     process: subprocess.Popen[bytes] | None = None
     ready_offset: int = 0
     """Size of the log when the server was ready: what comes later is not start-up noise."""
@@ -72,7 +74,7 @@ class Server:
     def start(self) -> None:
         """Spawn the process; `wait` says when it serves."""
         self.log.parent.mkdir(parents=True, exist_ok=True)
-        with self.log.open("wb") as log:
+        with self.log.open("ab") as log:  # a server that is started again goes on in the same log
             self.process = subprocess.Popen(
                 self.command,
                 stdin=subprocess.DEVNULL,
@@ -147,10 +149,8 @@ class Server:
 
     def _signal_group(self, number: signal.Signals) -> None:
         if self.process is not None:
-            try:
+            with suppress(ProcessLookupError):  # all gone already
                 os.killpg(self.process.pid, number)
-            except ProcessLookupError:
-                pass  # all gone already
 
 
 _live: list[Server] = []
@@ -187,16 +187,6 @@ def start_all(servers: Sequence[Server], say: Say, timeout: float = START_TIMEOU
             next_word += 10
             say(f"starting {_names(waiting)} ({now - begin:.0f} s)")
         time.sleep(0.25)
-
-
-def stop_all(servers: Sequence[Server]) -> None:
-    """Stop servers together; none of their processes is left afterwards."""
-    for server in servers:
-        server.terminate()
-    for server in servers:
-        server.reap()
-    left = {server.name: server.members() for server in servers if server.members()}
-    assert not left, f"processes left: {left}"
 
 
 def _names(servers: Sequence[Server]) -> str:
@@ -280,7 +270,7 @@ class Running:
         self.mains: list[Server] = []
         self.single: Server | None = None
         self.router: Server | None = None
-        self._bootstrap_ports: list[int] = []
+        self.bootstrap_ports: list[int] = []
 
     # -- life
 
@@ -289,8 +279,8 @@ class Running:
         if self.spec.kind == "single":
             self.single = self._worker("single", 0, [])
         else:
-            self._bootstrap_ports = [free_port() for _ in range(self.spec.prefills)]
-            self.prefills = [self._prefill(i, port) for i, port in enumerate(self._bootstrap_ports)]
+            self.bootstrap_ports = [free_port() for _ in range(self.spec.prefills)]
+            self.prefills = [self._prefill(i, port) for i, port in enumerate(self.bootstrap_ports)]
             self.mains = [self._main(i) for i in range(self.spec.mains)]
             if self.spec.kind == "pdd":
                 self.relays = [self._relay(i) for i in range(self.spec.relays)]
@@ -299,9 +289,18 @@ class Running:
             self.router = self._router()
             start_all([self.router], self.say)
 
+    def terminate(self) -> None:
+        """Ask everything to end; `stop` waits for it."""
+        for server in self.servers:
+            server.terminate()
+
     def stop(self) -> None:
-        """Stop everything."""
-        stop_all(self.servers)
+        """Stop everything; none of its processes is left afterwards."""
+        self.terminate()
+        for server in self.servers:
+            server.reap()
+        left = {server.name: server.members() for server in self.servers if server.members()}
+        assert not left, f"processes left: {left}"
 
     def restart(self, server: Server) -> None:
         """Start a server that was killed, on its old ports."""
@@ -330,12 +329,14 @@ class Running:
     def state(self, server: Server) -> dict[str, Any]:
         """The ``pdd`` section of a server's internal state."""
         info = requests.get(f"{server.url}/get_server_info", timeout=30).json()
-        return info["internal_states"][0].get("pdd", {})
+        state: dict[str, Any] = info["internal_states"][0].get("pdd", {})
+        return state
 
     def events(self, role: str) -> list[dict[str, Any]]:
         """The timeline written so far by all servers of a role, in order of time."""
         servers = {"prefill": self.prefills, "relay": self.relays, "main": self.mains}[role]
-        events = [event for server in servers for event in read_timeline(server.timeline)]
+        files = [server.timeline for server in servers if server.timeline and server.timeline.exists()]
+        events = [event for file in files for event in read_events(file)]
         return sorted(events, key=lambda event: event["t"])
 
     # -- commands
@@ -346,23 +347,22 @@ class Running:
             flags += ["--pdd-wan-rate-limit", self.spec.wan_rate_limit]
         if self.spec.kind == "stock":
             return self._worker("prefill", index, ["--disaggregation-mode", "prefill", *flags])
-        return self._worker("prefill", index, ["--pdd-role", "prefill", "--pdd-port", str(free_port()), *flags])
+        return self._worker("prefill", index, ["--pdd-role", "prefill", *flags], listens=True)
 
     def _relay(self, index: int) -> Server:
         return self._worker("relay", index, ["--pdd-role", "relay", "--pdd-prefills", self._prefill_addresses()])
 
     def _main(self, index: int) -> Server:
         if self.spec.kind == "stock":
-            flags = ["--disaggregation-mode", "decode", "--disaggregation-decode-enable-radix-cache"]
-        else:
-            flags = ["--pdd-role", "main", "--pdd-port", str(free_port())]
-            flags += ["--pdd-prefills", self._prefill_addresses()]
-        return self._worker("main", index, flags)
+            stock = ["--disaggregation-mode", "decode", "--disaggregation-decode-enable-radix-cache"]
+            return self._worker("main", index, stock)
+        flags = ["--pdd-role", "main", "--pdd-prefills", self._prefill_addresses()]
+        return self._worker("main", index, flags, listens=True)
 
     def _prefill_addresses(self) -> str:
-        return ",".join(f"{HOST}:{port}" for port in self._bootstrap_ports)
+        return ",".join(f"{HOST}:{port}" for port in self.bootstrap_ports)
 
-    def _worker(self, role: str, index: int, flags: Sequence[str]) -> Server:
+    def _worker(self, role: str, index: int, flags: Sequence[str], listens: bool = False) -> Server:
         name, port, spec = f"{self.spec.kind}-{role}{index}", free_port(), self.spec
         command = [sys.executable, "-m", "sglang.launch_server", "--model-path", str(spec.model)]
         command += ["--host", HOST, "--port", str(port), "--max-total-tokens", str(spec.max_total_tokens)]
@@ -376,14 +376,17 @@ class Running:
         if spec.tp > 1:
             env["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(str(rank % (os.cpu_count() or 1)) for rank in range(spec.tp))
         env.update(spec.env.get(role, {}))
+        pdd_port = free_port() if listens else None
+        command += ["--pdd-port", str(pdd_port)] if listens else []
         command += [*flags, *spec.flags.get(role, ())]
-        return Server(name, command, f"http://{HOST}:{port}", self.folder / f"{name}.log", env, timeline=timeline)
+        url, log = f"http://{HOST}:{port}", self.folder / f"{name}.log"
+        return Server(name, command, url, log, env, timeline=timeline, pdd_port=pdd_port)
 
     def _router(self) -> Server:
         port = free_port()
         command = [sys.executable, "-m", "sglang_router.launch_router", "--pd-disaggregation"]
         command += ["--host", HOST, "--port", str(port), "--prometheus-port", str(free_port())]
-        for server, bootstrap_port in zip(self.prefills, self._bootstrap_ports):
+        for server, bootstrap_port in zip(self.prefills, self.bootstrap_ports, strict=True):
             command += ["--prefill", server.url, str(bootstrap_port)]
         for server in self.mains:
             command += ["--decode", server.url]
@@ -396,10 +399,3 @@ class Running:
         health = "/health" if self.spec.router == "mini-lb" else "/readiness"
         command += self.spec.flags.get("router", ())
         return Server(name, command, f"http://{HOST}:{port}", self.folder / f"{name}.log", health=health)
-
-
-def read_timeline(path: Path | None) -> list[dict[str, Any]]:
-    """Events of one timeline file; a line that is still being written is left out."""
-    if path is None or not path.exists():
-        return []
-    return [json.loads(line) for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]

@@ -62,9 +62,15 @@ class Story:
 
     @property
     def own_start(self) -> int | None:
-        """Position of the first token that MD sampled itself."""
-        own = self.first("main", "own")
-        return None if own is None else int(own["start"])
+        """Position of the first token that MD sampled itself, after others' tokens."""
+        made = self.tokens()
+        return made["P"] + made["RLD"] if made["MD"] else None
+
+    @property
+    def landed(self) -> float | None:
+        """When the KV had crossed; None if the answer was finished before."""
+        ends = [e for e in self.main if e["event"] == "landed" or (e["event"] == "closed" and e["why"] == "landed")]
+        return float(ends[0]["t"]) if ends else None
 
     def tokens(self) -> dict[str, int]:
         """Output tokens by the role that made them."""
@@ -84,7 +90,7 @@ class Story:
 def make_row(name: str, answer: Answer, stock: Answer, single: Answer, story: Story) -> Row:
     """Put one request's three answers and its story side by side."""
     opened = story.first("main", "opened")
-    landed, own = story.time("main", "landed"), story.own_start
+    landed, own = story.landed, story.own_start
     relayed = story.first("prefill", "relay_open") is not None
     return Row(
         name=name,
@@ -157,7 +163,9 @@ LANE_NAMES = {
 BAR = 0.42
 
 
-def picture(path: Path, rows: Sequence[Row], answer: Answer, stock: Answer, story: Story, setting: Mapping[str, Any]) -> None:
+def picture(
+    path: Path, rows: Sequence[Row], answer: Answer, stock: Answer, story: Story, setting: Mapping[str, Any]
+) -> None:
     """Draw one relayed request in all lanes, the same request on stock PD below it, and everybody's first token."""
     import matplotlib
 
@@ -213,6 +221,7 @@ class _Lanes:
         for y, text in ((2.42, "datacenter A"), (4.42, "datacenter B"), (0.02, "the same request on stock SGLang PD")):
             axes.text(1.012 * self.end, y, text, ha="right", va="top", fontsize=10, style="italic", color="#566573")
         axes.grid(axis="x", color="#d5d8dc", lw=0.6)
+        axes.set_axisbelow(True)
         axes.tick_params(axis="y", length=0)
         for side in ("top", "right", "left"):
             axes.spines[side].set_visible(False)
@@ -222,8 +231,8 @@ class _Lanes:
         self.axes.barh(y, width, BAR, left=start, color=colour, **style)
         if not text:
             return
-        if width > 0.009 * self.end * len(text):
-            self.axes.text(start + width / 2, y, text, ha="center", va="center", color="white", fontsize=10)
+        if width > 0.0063 * self.end * len(text):
+            self.axes.text(start + width / 2, y, text, ha="center", va="center", color="white", fontsize=10, zorder=4)
         else:
             self.axes.text(start + width + 0.006 * self.end, y, text, va="center", color=colour, fontsize=10)
 
@@ -246,7 +255,11 @@ class _Lanes:
             self._arrow(first, "P", self.row.ttft_s, "client", COLOURS["P"], 1.6)
 
     def _wan(self) -> None:
-        sent = [(e["t"] - self.answer.sent, e["seconds"], e["bytes"]) for e in self.story.prefill if e["event"] == "wan_sent"]
+        sent = [
+            (e["t"] - self.answer.sent, e["seconds"], e["bytes"])
+            for e in self.story.prefill
+            if e["event"] == "wan_sent"
+        ]
         if not sent:
             return
         for stop, seconds, _size in sent:
@@ -254,7 +267,9 @@ class _Lanes:
         begin, stop = min(t - s for t, s, _ in sent), max(t for t, _, _ in sent)
         size = sum(b for _, _, b in sent) / 1e6
         label = f"the prompt's KV cache, {size:.1f} MB, {stop - begin:.1f} s"
-        self.axes.text((begin + stop) / 2, LANES["WAN"], label, ha="center", va="center", color="white", fontsize=11)
+        box = {"facecolor": "#c0392b", "edgecolor": "none", "pad": 2}
+        at = (begin + stop) / 2, LANES["WAN"]
+        self.axes.text(*at, label, ha="center", va="center", color="white", fontsize=10, bbox=box, zorder=4)
 
     def _relay(self) -> None:
         landed, stop = self._at("relay", "relay_landed"), self._at("relay", "relay_stop")
@@ -274,6 +289,11 @@ class _Lanes:
         landed, extend, own = (self._at("main", name) for name in ("landed", "extend", "own"))
         finish = self._at("main", "finish")
         colour = COLOURS["MD"]
+        emit = self._at("main", "emit")
+        if emit is not None and landed is not None and landed > emit:
+            self._bar("MD", emit, landed, "#a9cce3")
+            at, text = (emit + landed) / 2, "passes the tokens of P and RLD on"
+            self.axes.text(at, LANES["MD"], text, ha="center", va="center", color="#154360", fontsize=10, zorder=4)
         if own is not None and finish is not None:
             self._bar("MD", own, finish, colour, f"decodes the other {self.row.tokens['MD']} tokens")
         if extend is not None and own is not None:
@@ -281,7 +301,9 @@ class _Lanes:
             count = self.story.first("main", "extend")
             tokens = count["n"] if count else 0
             text = f"KV landed: one pass over {tokens} tokens, then MD goes on"
-            self._note(text, extend, LANES["MD"] + BAR / 2, max(0.0, extend - 0.38 * self.end), LANES["MD"] + 0.36, "#154360")
+            self._note(
+                text, extend, LANES["MD"] + BAR / 2, max(0.0, extend - 0.38 * self.end), LANES["MD"] + 0.36, "#154360"
+            )
         if landed is not None:
             self._arrow(landed, "WAN", landed, "MD", "#c0392b", 1.6)
 
@@ -325,7 +347,9 @@ def _first_tokens(axes: Any, rows: Sequence[Row]) -> None:
     axes.set_yticks(range(len(rows)), [f"{row.name}\n({row.pipeline})" for row in rows], fontsize=10)
     axes.invert_yaxis()
     axes.margins(x=0.08)
-    axes.set_title("Time to first token of every request: PDD (orange) and stock prefill/decode (grey)", loc="left", fontsize=12)
+    axes.set_title(
+        "Time to first token of every request: PDD (orange) and stock prefill/decode (grey)", loc="left", fontsize=12
+    )
     axes.set_xlabel("seconds", fontsize=11)
     for side in ("top", "right"):
         axes.spines[side].set_visible(False)

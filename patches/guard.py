@@ -5,6 +5,7 @@ SGLang's plugin loader logs and swallows every `Exception`; `SystemExit` passes 
 
 from __future__ import annotations
 
+import contextlib
 import dis
 import functools
 import importlib
@@ -146,7 +147,7 @@ def _fail_open(entry: Entry, hook: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _in_place(entry: Entry, hook: Callable[..., Any]) -> bool:
-    return any(hook in _closure(layer) for layer in _layers(_resolve(entry.path)))
+    return any(cell is hook for layer in _layers(_resolve(entry.path)) for cell in _closure(layer))
 
 
 def _layers(function: Any) -> Iterator[Any]:
@@ -157,8 +158,10 @@ def _layers(function: Any) -> Iterator[Any]:
         function = getattr(function, "__wrapped__", None)
 
 
-def _closure(function: Any) -> list[Any]:
-    return [cell.cell_contents for cell in getattr(function, "__closure__", None) or ()]
+def _closure(function: Any) -> Iterator[Any]:
+    for cell in getattr(function, "__closure__", None) or ():
+        with contextlib.suppress(ValueError):  # not filled yet
+            yield cell.cell_contents
 
 
 def _resolve(path: str) -> Any:
@@ -180,7 +183,9 @@ def _difference(entry: Entry) -> str | None:
         found = _resolve(entry.path)
     except (ImportError, AttributeError) as error:
         return f"expected a {entry.kind}, but {error}"
-    if (entry.kind == "classmethod") != isinstance(found, classmethod) or (entry.kind == "class") != isinstance(found, type):
+    if any(
+        (entry.kind == kind) != isinstance(found, of) for kind, of in (("classmethod", classmethod), ("class", type))
+    ):
         return f"expected a {entry.kind}, found a {type(found).__name__}"
     if entry.signature is not None:
         signature = describe(found)
@@ -194,7 +199,7 @@ def _has(owner: Any, name: str) -> bool:
     if hasattr(owner, name) or name in getattr(owner, "__struct_fields__", ()):
         return True
     for base in getattr(owner, "__mro__", ()):
-        if name in base.__dict__.get("__annotations__", {}):
+        if name in inspect.get_annotations(base):
             return True
         for value in vars(base).values():
             *_, function = (None, *_layers(value))

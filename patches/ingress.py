@@ -52,7 +52,7 @@ class Seam:
         self.node: Node | None = None
         self._known_keys = keys.Keys.load(config.keys) if config.keys else None
         self._public_key = self._known_keys.public if self._known_keys else ""
-        self._sessions = _all_ranks(self.kv_manager.get_session_id())
+        self._engine_sessions = _all_ranks(self.kv_manager.get_session_id())
         self._fingerprint = fingerprint(scheduler)
 
     # --- what a role provides ---
@@ -88,7 +88,7 @@ class Seam:
             return Hello(
                 config.role or "",
                 address,
-                self._sessions,
+                self._engine_sessions,
                 self._fingerprint,
                 self._public_key,
                 capacity,

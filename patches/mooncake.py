@@ -14,8 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from sglang.srt.disaggregation.base import KVPoll
-from sglang.srt.disaggregation.mooncake.conn import MooncakeKVSender
-from sglang.srt.disaggregation.utils import FastQueue
+from sglang.srt.disaggregation.common.utils import FastQueue
 from sglang.srt.runtime_context import get_parallel
 
 from sglang_pdd.config import PddConfig
@@ -165,7 +164,3 @@ def transfer_data(original: Callable[..., int], manager: Any, mooncake_session_i
     """Around ``MooncakeKVManager._transfer_data``: paced and cancellable on the WAN."""
     return get_lanes().transfer(original, manager, mooncake_session_id, transfer_blocks)
 
-
-def cpu_sender() -> None:
-    """Without a GPU there is no pinned memory and there are no events: hand indices over as arrays."""
-    MooncakeKVSender.supports_host_tensor_indices = False

@@ -61,6 +61,7 @@ class PrefillSeam(ingress.Seam):
         self._requests: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
         self._relays: dict[int, _Relay] = {}
         self._copies = -1
+        self._drain = Drain.open()
         self.machine = Prefill(self.counters, config, self._fingerprint, ingress.bootstrap_address())
         self._lanes = mooncake.make_lanes(config, self._is_lan, self._sent)
         self._lan_sessions: set[str] = set()
@@ -175,9 +176,9 @@ class PrefillSeam(ingress.Seam):
             self._requests.pop(req.bootstrap_room, None)
             self.timeline.event("copied", req.bootstrap_room, ok=not is_aborted(req))
         copies = len(self.scheduler.disagg_prefill_inflight_queue) + len(self._relays)
-        if self.rank == 0 and copies != self._copies:
+        if self._drain is not None and copies != self._copies:
             self._copies = copies
-            Drain.set(copies)
+            self._drain.set(copies, self.rank)
 
     # --- the second copy ---
 

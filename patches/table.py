@@ -69,9 +69,30 @@ ENTRIES: tuple[Entry, ...] = (
         hook="after",
         by="server_args:check_resolved",
     ),
-    Entry("sglang.srt.arg_groups.overrides.resolving_view", "function", "resolved arguments", "(cfg)", process="launcher"),
+    Entry("sglang.srt.arg_groups.overrides.resolving_view", "function", "resolved arguments", "(server_args)", process="launcher"),
     Entry("sglang.srt.arg_groups.overrides.model_config_of", "function", "the model's kind", "(server_args)", process="launcher"),
     Entry("sglang.srt.mem_cache.kv_cache_builder.uses_ssm_state", "function", "the model's kind", "(model_config)", process="launcher"),
+    *(
+        Entry(f"{_SERVER_ARGS}.{name}", "field", "read, implied or refused", process="launcher")
+        for name in (
+            "attn_cp_size attn_dp_size dcp_size decoupled_spec_role disable_radix_cache "
+            "disaggregation_decode_allocation_policy disaggregation_decode_enable_offload_kvcache "
+            "disaggregation_decode_enable_radix_cache disaggregation_decode_host_receive_threshold disaggregation_mode "
+            "disaggregation_transfer_backend dp_size dwdp_size enable_dp_attention enable_hierarchical_cache "
+            "enable_hisparse enable_kv_cache_sharding enable_lmcache enable_lora enable_pd_role_switch enable_pdmux "
+            "enable_unified_memory encoder_only grpc_mode host language_only lora_paths nnodes "
+            "optimistic_prefill_attempts pp_size radix_cache_backend smg_grpc_mode speculative_algorithm "
+            "tokenizer_worker_num tp_size use_ray"
+        ).split()
+    ),
+    *(
+        Entry(f"sglang.srt.configs.model_config.{name}", "function", "the model's kind", "(config)", process="launcher")
+        for name in ("is_deepseek_dsa", "is_minimax_sparse")
+    ),
+    *(
+        Entry(f"sglang.srt.configs.model_config.ModelConfig.{name}", "attribute", "the model's kind", process="launcher")
+        for name in ("hf_config", "is_encoder_decoder", "is_generation", "is_hybrid_swa", "is_multimodal")
+    ),
     # Drain and discovery of a prefill: bootstrap.py
     Entry(
         "sglang.srt.disaggregation.common.conn.CommonKVBootstrapServer._setup_routes",
@@ -161,8 +182,8 @@ ENTRIES: tuple[Entry, ...] = (
     Entry("sglang.srt.disaggregation.mooncake.conn.MooncakeKVManager.request_status", "attribute", "read by lanes and seams", roles=("prefill", "pace")),
     Entry("sglang.srt.disaggregation.mooncake.conn.MooncakeKVManager.failure_records", "attribute", "read by lanes and seams", roles=("prefill", "pace")),
     Entry("sglang.srt.disaggregation.mooncake.conn.MooncakeKVManager.kv_item_lens_sum", "attribute", "read by lanes and seams", roles=("prefill", "pace")),
-    Entry("sglang.srt.disaggregation.utils.FastQueue", "class", "a lane is one", roles=("prefill", "pace")),
-    Entry("sglang.srt.disaggregation.mooncake.conn.MooncakeKVSender.supports_host_tensor_indices", "attribute", "set False where there is no GPU", roles=("prefill", "pace")),
+    Entry("sglang.srt.disaggregation.common.utils.FastQueue", "class", "a lane is one", roles=("prefill", "pace")),
+    Entry("sglang.srt.disaggregation.mooncake.conn.MooncakeKVSender.supports_host_tensor_indices", "attribute", "the CPU platform sets it False", roles=("prefill", "pace")),
     # RLD: relay.py
     Entry("sglang.srt.managers.scheduler.Scheduler.handle_generate_request", "method", "a relayed request comes in", "(self, recv_req, *, mm_input_error=None)", roles=("relay",)),
     Entry("sglang.srt.managers.scheduler.Scheduler.abort_request", "method", "a relayed request is stopped", "(self, recv_req)", roles=("relay",)),

@@ -7,6 +7,7 @@ import importlib
 import importlib.metadata
 import os
 import sys
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from types import ModuleType
@@ -196,7 +197,9 @@ def _keys_folder(folder: str) -> Check:
 
 
 def _import(name: str) -> ModuleType:
-    return importlib.import_module(name)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # SGLang's, about every accelerator that is not here
+        return importlib.import_module(name)
 
 
 def _version(distribution: str) -> str | None:

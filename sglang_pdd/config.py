@@ -156,7 +156,8 @@ class PddConfig:
     @classmethod
     def from_namespace(cls, namespace: argparse.Namespace, server_host: str) -> PddConfig:
         """From parsed flags, whose defaults `add_flags` took from the environment; ``server_host`` is ``--host``."""
-        return cls._parse({flag.field: getattr(namespace, flag.dest, _from_environ(flag)) for flag in FLAGS}, server_host)
+        raw = {flag.field: getattr(namespace, flag.dest, _from_environ(flag)) for flag in FLAGS}
+        return cls._parse(raw, server_host)
 
     @classmethod
     def from_env(cls, server_host: str = DEFAULT_HOST) -> PddConfig:
@@ -233,7 +234,7 @@ class PddConfig:
             raise ConfigError(f"--pdd-advertise {self.advertise}: peers cannot dial a wildcard")
         if self.keys is None and not self.insecure and not is_loopback(self.host):
             raise ConfigError(
-                f"--pdd-host {self.host} is not loopback: give --pdd-keys DIR (or --pdd-insecure on an isolated network)"
+                f"{self.host} is not loopback: give --pdd-keys DIR (or --pdd-insecure on an isolated network)"
             )
 
 
@@ -251,9 +252,8 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
             group.add_argument(flag.option, action="store_true", default=_from_environ(flag), help=text)
         else:
             # Text, parsed by PddConfig: one wording of errors for flags and environment.
-            group.add_argument(
-                flag.option, type=str, default=_from_environ(flag), metavar=flag.metavar, choices=flag.choices, help=text
-            )
+            default = _from_environ(flag)
+            group.add_argument(flag.option, default=default, metavar=flag.metavar, choices=flag.choices, help=text)
 
 
 def environment_says_something(environ: Mapping[str, str] = os.environ) -> bool:
@@ -301,11 +301,11 @@ def _from_environ(flag: Flag) -> str | bool | None:
 def _parse_value(flag: Flag, value: Any) -> Any:
     """Text -> the field's type; raises `ConfigError`."""
     if flag.field in ("port", "max_relays", "relay_threshold_ms"):
-        number = float if flag.field == "relay_threshold_ms" else int
+        number, kind = (float, "number") if flag.field == "relay_threshold_ms" else (int, "whole number")
         try:
             return number(value)
         except ValueError:
-            raise ConfigError(f"{flag.option} {value}: expected a {'' if number is float else 'whole '}number") from None
+            raise ConfigError(f"{flag.option} {value}: expected a {kind}") from None
     if flag.field == "wan_rate_limit":
         try:
             return parse_rate(value)

@@ -8,7 +8,7 @@ import logging
 import queue
 import threading
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from sglang_pdd.metrics import Counters, LogLimit
@@ -145,7 +145,7 @@ class Finder:
 @dataclass(slots=True)
 class _Target:
     due: float  # when to ask (monotonic); infinite while being asked, and once found
-    retry_s: float = RETRY_S[0]
+    retry_s: float = field(default_factory=lambda: RETRY_S[0])
     found: bool = False
 
 

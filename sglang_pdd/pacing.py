@@ -92,7 +92,7 @@ class TokenBucket:
                 if other is ticket:
                     break
                 need += bytes_ahead
-            if next(iter(self._queue)) is ticket and self._tokens >= need:
+            if self._tokens >= need:
                 self._tokens -= n
                 del self._queue[ticket]
                 return 0.0

@@ -1,8 +1,12 @@
-"""SGLang's two entry points into this package. Nothing heavy is imported unless PDD was asked for."""
+"""SGLang's two entry points into this package. Nothing else of it is imported unless PDD was asked for."""
 
 from __future__ import annotations
 
+import multiprocessing
 import os
+import re
+import sys
+from pathlib import Path
 
 
 def activate() -> str | None:
@@ -11,4 +15,32 @@ def activate() -> str | None:
 
 
 def register() -> None:
-    pass
+    """Called in the launcher before it parses arguments, and first thing in every process that it starts."""
+    if multiprocessing.parent_process() is None:
+        if _asked_for(sys.argv[1:]):
+            from sglang_pdd.patches import guard
+
+            guard.install("any", "launcher")
+    elif os.environ.get("PDD_ROLE") or os.environ.get("PDD_WAN_RATE_LIMIT"):
+        # The detokenizer needs nothing of ours.
+        target = getattr(multiprocessing.current_process(), "_target", None)
+        if "detokenizer" not in getattr(target, "__name__", ""):
+            from sglang_pdd.patches import guard
+
+            if os.environ.get("PDD_CHECKED") != "1":
+                guard.fail("start PDD through `sglang serve` or `python -m sglang.launch_server`")
+            guard.install(os.environ.get("PDD_ROLE") or "pace", "scheduler")
+
+
+def _asked_for(argv: list[str]) -> bool:
+    if any(word.startswith("--pdd-") or word in ("-h", "--help") for word in argv):
+        return True
+    if any(name.startswith("PDD_") and value for name, value in os.environ.items()):
+        return True
+    if "--config" in argv[:-1]:  # SGLang's YAML file of flags
+        try:
+            text = Path(argv[argv.index("--config") + 1]).read_text()
+        except (OSError, UnicodeDecodeError):
+            return False  # SGLang will say so
+        return re.search(r"""^["']?pdd[-_]""", text, re.MULTILINE) is not None
+    return False

@@ -78,10 +78,10 @@ class Prefill:
             return self._hello(peer, message, now)
         if peer not in self.peers:
             self.counters.inc("messages.dropped", cause="unwelcome")
-        elif isinstance(message, RelayReply):
-            if not message.accepted:
-                return self._lost(peer, message)
-        elif isinstance(message, Abort):
+        elif isinstance(message, RelayReply) and not message.accepted and self._is_mine(peer, message.relay_room):
+            self.counters.inc("relay.refused", reason=message.reason.split(":")[0] or "unknown")
+            return self._drop(message.relay_room, "refused")
+        elif isinstance(message, Abort) and self._is_mine(peer, message.room):
             return self._drop(message.room, message.why)
         return []
 
@@ -197,12 +197,8 @@ class Prefill:
             if peer.hello.role == "relay"
         }
 
-    def _lost(self, peer: str, reply: RelayReply) -> list[Action]:
-        relay = self._relays.get(reply.relay_room)
-        if relay is None or relay.node != peer:
-            return []
-        self.counters.inc("relay.refused", reason=reply.reason.split(":")[0] or "unknown")
-        return self._drop(reply.relay_room, "refused")
+    def _is_mine(self, peer: str, relay_room: int) -> bool:
+        return relay_room in self._relays and self._relays[relay_room].node == peer
 
     def _drop(self, relay_room: int, why: str) -> list[Action]:
         relay = self._relays.pop(relay_room, None)

@@ -27,7 +27,7 @@ class Timeline:
             except OSError as error:
                 self._lost(error)
 
-    def event(self, name: str, room: int | None = None, **fields: Any) -> None:
+    def event(self, name: str, /, room: int | None = None, **fields: Any) -> None:
         """Append one event at the present time. Fields that JSON cannot express are written as text."""
         if self._fd < 0:
             return

@@ -7,6 +7,7 @@ import re
 import socket as os_socket
 import threading
 from collections.abc import Callable
+from typing import cast
 
 import zmq
 from zmq.utils import z85
@@ -24,6 +25,7 @@ SILENCE_MS = 6000  # without an answer for so long a connection is given up, and
 
 _ENDPOINT = re.compile(r"tcp://(\[[0-9a-fA-F:.%]+\]|[A-Za-z0-9._-]+|\*):(\d{1,5}|\*)")
 _NODE = re.compile(rb"[!-~]{1,64}")
+_EVENTS, _POLLIN, _NOBLOCK = int(zmq.EVENTS), int(zmq.POLLIN), int(zmq.NOBLOCK)  # enums are slow, this runs every step
 _log = logging.getLogger(__name__)
 
 Socket = zmq.Socket[bytes]
@@ -71,7 +73,8 @@ class Endpoint:
         router.router_mandatory = True  # an unknown peer is an error that we count, not a silent loss
         if self._keys is not None:
             router.curve_server = True
-            router.zap_domain = b"pdd"  # with a domain set, libzmq admits nobody if the ZAP handler is gone
+            router.zap_domain = b"pdd"
+            router.zap_enforce_domain = True  # without this libzmq admits everybody if the ZAP handler is gone
         try:
             router.bind(re.sub(r":0$", ":*", endpoint))
         except zmq.ZMQError as error:
@@ -100,10 +103,10 @@ class Endpoint:
                 return
             self.hangup(endpoint)
         dealer = self._socket(zmq.DEALER, endpoint)
-        dealer.identity = self.node.encode()
-        if self._keys is not None:
-            dealer.curve_serverkey = public_key.encode()
         try:
+            dealer.identity = self.node.encode()
+            if self._keys is not None:
+                dealer.curve_serverkey = public_key.encode()
             dealer.connect(endpoint)
         except zmq.ZMQError as error:
             dealer.close(0)
@@ -150,9 +153,9 @@ class Endpoint:
             return self._drop("oversized", f"{kind} for {peer} has {len(data)} bytes, limit {MAX_MESSAGE}")
         try:
             if peer in self._dealers:
-                self._dealers[peer][0].send(data, zmq.NOBLOCK)
+                self._dealers[peer][0].send(data, _NOBLOCK)
             elif self._router is not None:
-                self._router.send_multipart((peer.encode(), data), zmq.NOBLOCK)
+                self._router.send_multipart((peer.encode(), data), _NOBLOCK)
             else:
                 return self._drop("no_route", f"{kind} for {peer}: no such peer")
         except zmq.Again:
@@ -164,7 +167,7 @@ class Endpoint:
 
     def receive(self, limit: int = 256) -> list[tuple[str, Message]]:
         """What has arrived, as (peer, message), one from each connection in turn. Looks at ``limit`` at most."""
-        ready = [source for source in self._sources if int(source[0].getsockopt(zmq.EVENTS)) & zmq.POLLIN]
+        ready = [source for source in self._sources if cast(int, source[0].getsockopt(_EVENTS)) & _POLLIN]
         if not ready:
             return []
         self._turn += 1
@@ -176,7 +179,7 @@ class Endpoint:
                 if limit <= 0:
                     return received
                 try:
-                    frames = source[0].recv_multipart(zmq.NOBLOCK)
+                    frames = source[0].recv_multipart(_NOBLOCK)
                 except zmq.ZMQError:
                     ready.remove(source)
                     continue
@@ -298,7 +301,8 @@ def check_bind(host: str, keys: Keys | None, insecure: bool) -> None:
 
 def _check_endpoint(endpoint: str) -> None:
     # Endpoints come from peers: tcp only, or ipc:// and inproc:// would reach into this machine.
-    if not _ENDPOINT.fullmatch(endpoint):
+    match = _ENDPOINT.fullmatch(endpoint)
+    if match is None or (match[2] != "*" and int(match[2]) > 65535):
         raise TransportError(f"bad endpoint {endpoint!r:.100}: expected tcp://host:port")
 
 

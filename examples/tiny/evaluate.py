@@ -12,10 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from transformers import LlamaForCausalLM
-
 from model_files import EOS, TOKEN_IDS, encode
 from tasks import Task, cold, endless, follow_up, short
+from transformers import LlamaForCausalLM
 
 LENGTHS = (60, 128, 256, 512, 1024, 2048, 4096, 6000)
 

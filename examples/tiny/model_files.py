@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
+import json
 import math
 from pathlib import Path
 
 import torch
+from tasks import EDGE, MARKS, MAX_CONTEXT_TOKENS, QUERY, STOP, WORDS
 from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import Tensor, nn
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
-
-from tasks import EDGE, MARKS, MAX_CONTEXT_TOKENS, QUERY, STOP, WORDS
 
 PAD, EOS, UNKNOWN = "<pad>", "</s>", "<unk>"
 VOCABULARY = (PAD, EOS, UNKNOWN, *MARKS, *WORDS)
 TOKEN_IDS = {word: index for index, word in enumerate(VOCABULARY)}
 CHAT_TEMPLATE = (
-    "{% for message in messages %}{{ message['content'] | trim }}"
-    "{% if not loop.last %} {% endif %}{% endfor %}"
+    "{% for message in messages %}{{ message['content'] | trim }}{% if not loop.last %} {% endif %}{% endfor %}"
 )
 
 HIDDEN, HEADS, KV_HEADS, HEAD_DIM, LAYERS, MLP = 256, 4, 2, 64, 2, 128
@@ -83,11 +82,19 @@ def save(model: LlamaForCausalLM, out: Path) -> None:
         do_sample=False, eos_token_id=TOKEN_IDS[EOS], pad_token_id=TOKEN_IDS[PAD]
     )
     model.save_pretrained(out)
-    files = tokenizer()
-    files.save_pretrained(out, save_jinja_files=False)
+    tokenizer().save_pretrained(out, save_jinja_files=False)
+    settings = out / "tokenizer_config.json"
+    settings.write_text(json.dumps(_portable(json.loads(settings.read_text())), indent=2) + "\n")
+    for path in out.iterdir():
+        path.chmod(0o644)
 
 
-def build(generator: torch.Generator, noise: float = 0.02) -> LlamaForCausalLM:
+def _portable(settings: dict[str, object]) -> dict[str, object]:
+    """Tokenizer settings that Transformers 4 reads as well as 5, which renamed the class."""
+    return {**settings, "tokenizer_class": "PreTrainedTokenizerFast"}
+
+
+def build(generator: torch.Generator, noise: float = 0.03) -> LlamaForCausalLM:
     """An untrained model that already holds the two attention patterns of a lookup, plus noise everywhere.
 
     Layer 0 copies the previous token's code into every position; layer 1 compares the current token's code with

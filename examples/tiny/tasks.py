@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass
+from itertools import pairwise
 
 EDGE, QUERY, STOP = ";", "#", "."
 MARKS = (EDGE, QUERY, STOP)
@@ -270,7 +271,7 @@ def _new_walk(
 
 def _render(rng: random.Random, chains: list[tuple[str, ...]], padding: int, query: str) -> str:
     """Text of one turn: filler marks, the chains' edges in random order, the query."""
-    edges = [f"{EDGE} {key} {value}" for chain in chains for key, value in zip(chain, chain[1:])]
+    edges = [f"{EDGE} {key} {value}" for chain in chains for key, value in pairwise(chain)]
     rng.shuffle(edges)
     return " ".join([*[EDGE] * padding, *edges, QUERY, query])
 

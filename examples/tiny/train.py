@@ -14,14 +14,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import torch
-from torch import Tensor
-from transformers import LlamaForCausalLM
-
 from evaluate import score
 from model_files import EOS, TOKEN_IDS, VOCABULARY, build, encode, save
 from tasks import Task, cold, endless, follow_up
+from torch import Tensor
+from transformers import LlamaForCausalLM
 
-BATCH_TOKENS = 8192
+BATCH_TOKENS = 4096
 LENGTHS = (64, 96, 128, 256, 512, 1024, 2048, 4096, 8192, 8192)
 DOUBT = (0.04, 0.24)
 """Least and greatest share of probability that training takes from the right answer, depending on the token."""
@@ -48,7 +47,7 @@ def batches(rng: random.Random) -> Iterator[tuple[Tensor, Tensor]]:
     """Endless pairs of ids and targets, both [sequences, tokens]; a target is -1 where nothing is to be learned."""
     while True:
         length = rng.choice(LENGTHS)
-        rows = BATCH_TOKENS // length
+        rows = max(1, BATCH_TOKENS // length)
         ids = torch.full((rows, length), TOKEN_IDS[EOS])
         targets = torch.full((rows, length), -1)
         for row in range(rows):
@@ -103,10 +102,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "model")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--steps", type=int, default=400, help=f"batches of {BATCH_TOKENS} tokens")
-    parser.add_argument("--rate", type=float, default=1e-3, help="highest learning rate")
-    parser.add_argument("--noise", type=float, default=0.05, help="standard deviation added to the built weights")
-    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--steps", type=int, default=160, help="batches")
+    parser.add_argument("--rate", type=float, default=1.5e-3, help="highest learning rate")
+    parser.add_argument("--noise", type=float, default=0.03, help="standard deviation added to the built weights")
+    parser.add_argument("--threads", type=int, default=1)
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     generator = torch.Generator().manual_seed(args.seed)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -129,7 +130,7 @@ def test_one_token_a_word_and_nothing_added(tokenizer) -> None:
     assert len(set(ids)) == len(text.split()) and tokenizer.unk_token_id not in ids
     assert tokenizer.decode(ids) == text
     pieces = [tokenizer.decode(ids[: count + 1]) for count in range(20)]
-    assert all(longer.startswith(shorter + " ") for shorter, longer in zip(pieces, pieces[1:]))
+    assert all(longer.startswith(shorter + " ") for shorter, longer in pairwise(pieces))
 
 
 def test_chat_template_gives_the_plain_prompt(tokenizer) -> None:
@@ -140,10 +141,10 @@ def test_chat_template_gives_the_plain_prompt(tokenizer) -> None:
 
 def _conversation(length: int) -> list[tasks.Task]:
     first = tasks.cold(length, length, 12)
-    return [first, *(tasks.follow_up(first, 1, 90, 12, mode) for mode in tasks.MODES)]
+    return [first, tasks.follow_up(first, 1, 90, 15, "mixed"), tasks.follow_up(first, 2, 30, 8, "old")]
 
 
-@pytest.mark.parametrize("length", [60, 333, 1500])
+@pytest.mark.parametrize("length", [60, 333, 1200])
 def test_greedy_answers_are_right(model, tokenizer, length: int) -> None:
     for task in (*_conversation(length), tasks.short(length, length)):
         ids = tokenizer(task.prompt, return_tensors="pt").input_ids

@@ -1,0 +1,89 @@
+"""Clusters for the end-to-end tests. Starting one takes about a minute: each serves all tests that want it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+from checks import Reference, Served
+from cluster import Cluster, Running
+from flip import install_flip_plugin
+from matrix import CLUSTERS, DEFAULT, WITH_FLIP
+
+LOGS = Path(__file__).resolve().parents[2] / "out" / "e2e"
+
+
+class Clusters:
+    """One cluster at a time, beside a single server."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._single = ExitStack()
+        self._stack = ExitStack()
+        self._reference: Reference | None = None
+        self._name = ""
+        self._running: Running | None = None
+
+    def reference(self) -> Reference:
+        """The single server, started at its first use."""
+        if self._reference is None:
+            self._reference = Reference(self._single.enter_context(Cluster(kind="single").launch(LOGS)))
+        return self._reference
+
+    def get(self, name: str) -> Running:
+        """The cluster of this name; the one before is stopped."""
+        if self._running is None or name != self._name:
+            self._stack.close()
+            self._running, self._name = None, name
+            spec = CLUSTERS[name]
+            if name in WITH_FLIP:
+                spec = install_flip_plugin(spec, self.folder)
+            self._running = self._stack.enter_context(spec.launch(LOGS / name))
+        return self._running
+
+    def close(self) -> None:
+        """Stop everything."""
+        with self._single, self._stack:
+            pass
+
+
+@pytest.fixture(scope="session")
+def clusters(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Clusters]:
+    """All clusters of this run."""
+    clusters = Clusters(tmp_path_factory.mktemp("flip"))
+    yield clusters
+    clusters.close()
+
+
+@pytest.fixture
+def served(clusters: Clusters, request: pytest.FixtureRequest) -> Iterator[Served]:
+    """The cluster that this test is about; afterwards it must be as it was before."""
+    served = Served(clusters.get(request.param), clusters.reference())
+    served.begin()
+    yield served
+    served.end()
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Run each test on the clusters it names with ``@pytest.mark.on``, or on the usual ones."""
+    if "served" in metafunc.fixturenames:
+        marker = metafunc.definition.get_closest_marker("on")
+        names = marker.args if marker else DEFAULT
+        params = [
+            pytest.param(name, marks=pytest.mark.full) if name.startswith("full-") else pytest.param(name)
+            for name in names
+        ]
+        metafunc.parametrize("served", params, indirect=True)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """All tests of one cluster together."""
+    order = {name: index for index, name in enumerate(CLUSTERS)}
+
+    def place(item: pytest.Item) -> int:
+        callspec = getattr(item, "callspec", None)
+        return order.get(callspec.params.get("served"), -1) if callspec else -1
+
+    items.sort(key=place)

@@ -1,0 +1,43 @@
+"""Which clusters the tests run on. The usual ones cover each value of each axis; the full run takes the product."""
+
+from __future__ import annotations
+
+from itertools import product
+
+from cluster import Cluster
+
+RATE = (
+    "25mbit"  # the KV of a prompt of 3000 tokens takes two seconds, that of a short one is across before a relay pays
+)
+COLD_TOKENS, ANSWER_TOKENS = 3000, 600
+
+USUAL = {
+    "page1": Cluster(kind="pdd", page_size=1, overlap=True, router="rust", wan_rate_limit=RATE),
+    "page16": Cluster(kind="pdd", page_size=16, overlap=False, router="mini-lb", wan_rate_limit=RATE),
+    "tp2": Cluster(kind="pdd", page_size=16, overlap=True, router="rust", tp=2, wan_rate_limit=RATE),
+}
+FAULTS = {
+    "faults": Cluster(
+        kind="pdd",
+        page_size=16,
+        wan_rate_limit=RATE,
+        flags={
+            "prefill": ("--pdd-relay-policy", "always", "--chunked-prefill-size", "1024"),
+            "relay": ("--pdd-max-relays", "1"),
+        },
+    )
+}
+WITH_FLIP = ("faults",)
+
+
+def _product() -> dict[str, Cluster]:
+    clusters = {}
+    for page, overlap, router, tp in product((1, 16), (True, False), ("rust", "mini-lb"), (1, 2)):
+        spec = Cluster(kind="pdd", page_size=page, overlap=overlap, router=router, tp=tp, wan_rate_limit=RATE)
+        if spec not in USUAL.values():
+            clusters[f"full-page{page}-{'overlap' if overlap else 'sync'}-{router}-tp{tp}"] = spec
+    return clusters
+
+
+CLUSTERS = {**USUAL, **FAULTS, **_product()}
+DEFAULT = tuple(name for name in CLUSTERS if name not in FAULTS)

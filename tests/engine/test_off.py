@@ -1,0 +1,137 @@
+"""Without its flags the plugin is not there; with them it is, and it says in one line what is wrong."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from sglang_pdd.config import FLAGS
+from sglang_pdd.patches.server_args import SERVED
+from sglang_pdd.patches.table import ENTRIES
+
+# What the launcher does before it loads a model, then a look at what became of the process.
+LAUNCH = """
+import sys, warnings
+warnings.simplefilter("ignore")
+from sglang.srt.plugins import load_plugins
+load_plugins()
+from sglang.srt.plugins.hook_registry import HookRegistry
+from sglang.srt.server_args import ServerArgs, prepare_server_args
+args = prepare_server_args(sys.argv[1:])
+print("mode", args.disaggregation_mode, "radix", args.disaggregation_decode_enable_radix_cache)
+print("hooks", sorted(HookRegistry._hooks))
+print("ours", sorted(name for name in sys.modules if name.startswith("sglang_pdd")))
+print("wrapped", [name for name in ("add_cli_args", "from_cli_args", "resolve_once")
+                  if hasattr(getattr(ServerArgs, name), "__wrapped__")])
+"""
+
+
+def launch(*argv: str, script: str = LAUNCH, **environment: str) -> subprocess.CompletedProcess:
+    clean = {key: value for key, value in os.environ.items() if not key.startswith("PDD_")}
+    return subprocess.run(
+        [sys.executable, "-c", script, *argv],
+        env={**clean, "SGLANG_PLATFORM": "pdd_cpu", **environment},
+        capture_output=True,
+        text=True,
+        timeout=280,
+    )
+
+
+def test_off():
+    done = launch("--model-path", "no-such-model", PDD_ROLE="")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == [
+        "mode null radix False",
+        "hooks []",
+        "ours ['sglang_pdd', 'sglang_pdd.patches', 'sglang_pdd.patches.platform', 'sglang_pdd.plugin']",
+        "wrapped []",
+    ]
+
+
+def test_help_has_our_group():
+    done = launch("--help")
+    assert done.returncode == 0, done.stderr
+    assert "\nPDD:\n" in done.stdout
+    assert all(flag.option in done.stdout for flag in FLAGS)
+
+
+@pytest.mark.parametrize("by", ["flag", "environment", "config file"])
+def test_on(by: str, tmp_path: Path):
+    argv, environment = ["--model-path", "no-such-model"], {}
+    if by == "flag":
+        argv += ["--pdd-role", "main"]
+    elif by == "environment":
+        environment["PDD_ROLE"] = "main"
+    else:
+        (tmp_path / "flags.yaml").write_text("pdd-role: main\n")
+        argv += ["--config", str(tmp_path / "flags.yaml")]
+    done = launch(*argv, **environment)
+    assert done.returncode == 0, done.stderr
+    assert "mode decode radix True" in done.stdout
+    assert "wrapped ['add_cli_args', 'from_cli_args', 'resolve_once']" in done.stdout
+
+
+REFUSALS = """
+import contextlib, io, json, os, sys, warnings
+warnings.simplefilter("ignore")
+from sglang.srt.plugins import load_plugins
+sys.argv += ["--pdd-role", "main"]
+load_plugins()
+from sglang.srt.server_args import prepare_server_args
+for argv in json.load(sys.stdin):
+    sys.argv[1:] = ["--model-path", "m", *argv]
+    try:
+        prepare_server_args(sys.argv[1:])
+        print("accepted")
+    except SystemExit as end:
+        print(end)
+"""
+
+MISTAKES = [
+    (["--pdd-role", "relay"], "--pdd-role relay needs --pdd-prefills"),
+    (["--pdd-role", "main", "--disaggregation-mode", "prefill"], "--disaggregation-mode prefill contradicts"),
+    (["--pdd-role", "main", "--disaggregation-mode=null"], "--disaggregation-mode null contradicts"),
+    (["--pdd-role", "main", "--dp-size", "2"], "--dp-size 2 is not supported with PDD"),
+    (["--pdd-role", "main", "--attn-dp-size", "2"], "--attn-dp-size 2 is not supported with PDD"),
+    (["--pdd-role", "prefill", "--pp-size", "2"], "--pp-size 2 is not supported with PDD"),
+    (["--pdd-role", "main", "--speculative-algorithm", "NGRAM"], "--speculative-algorithm NGRAM is not supported"),
+    (["--pdd-role", "main", "--disable-radix-cache"], "--disable-radix-cache is not supported with PDD: drop it"),
+    (["--pdd-role", "prefill", "--enable-hierarchical-cache"], "--enable-hierarchical-cache is not supported"),
+    (["--pdd-role", "main", "--tokenizer-worker-num", "2"], "use --tokenizer-worker-num 1"),
+    (["--pdd-role", "main", "--disaggregation-transfer-backend", "nixl"], "use --disaggregation-transfer-backend mooncake"),
+    (["--pdd-role", "main", "--host", "0.0.0.0"], "0.0.0.0 is a wildcard: give --pdd-advertise"),
+    (["--pdd-wan-rate-limit", "1gbit"], "paces --disaggregation-mode prefill only"),
+]
+
+
+def test_mistakes_end_the_process_with_one_line():
+    import json
+
+    script = f"import io, sys; sys.stdin = io.StringIO({json.dumps([argv for argv, _ in MISTAKES])!r})\n{REFUSALS}"
+    done = launch(script=script)
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert len(lines) == len(MISTAKES), done.stdout
+    for line, (argv, words) in zip(lines, MISTAKES, strict=True):
+        assert line.startswith("sglang-pdd: ") and words in line, (argv, line)
+
+
+@pytest.mark.parametrize("environment", [{"SGLANG_RUST_SERVER": "1"}, {"SGLANG_DISAGG_STAGING_BUFFER": "1"}])
+def test_environment_that_pdd_cannot_serve(environment: dict[str, str]):
+    done = launch("--model-path", "m", "--pdd-role", "main", **environment)
+    assert done.returncode == 1
+    (line,) = [line for line in done.stderr.splitlines() if line.startswith("sglang-pdd")]
+    assert f"{next(iter(environment))}=1 is not supported with PDD: unset it" in line
+
+
+def test_the_table_holds_for_this_sglang():
+    done = launch(script="from sglang_pdd.patches import guard\nprint(*guard.check_all(), sep='\\n', end='')")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == ""
+
+
+def test_every_refused_field_is_in_the_table():
+    fields = {entry.path.rpartition(".")[2] for entry in ENTRIES if ".ServerArgs." in entry.path}
+    assert set(SERVED) <= fields

@@ -1,0 +1,148 @@
+"""P's state machine: who is there, what is relayed, and that every relay is given up in time."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from sglang_pdd.actions import DropRelay, OpenRelay, Send
+from sglang_pdd.config import PddConfig
+from sglang_pdd.metrics import Counters
+from sglang_pdd.prefill import PEER_TIMEOUT, Job, Prefill
+from sglang_pdd.protocol import Abort, Chunk, Hello, RelayOpen, RelayReply, Tokens, Welcome
+
+SAME = {"model": "m", "page_size": "16"}
+JOB = Job(5, ("s1",), (1, 2, 3), {"temperature": 0.0}, landing_ms=2000.0)
+
+
+def hello(role: str, session: str = "", fingerprint: dict[str, str] = SAME, capacity: int = 4, load: int = 0) -> Hello:
+    address = "tcp://md:9310" if role == "main" else ""
+    return Hello(role, address, (session,) if session else (), fingerprint, "key", capacity, load)
+
+
+def machine(**config: object) -> Prefill:
+    prefill = Prefill(Counters(), PddConfig(role="prefill", **config), SAME, "p:8998")  # type: ignore[arg-type]
+    prefill.receive("md", hello("main", "s1"), 0.0)
+    return prefill
+
+
+def with_relay(**config: object) -> Prefill:
+    prefill = machine(**config)
+    prefill.receive("rld", hello("relay"), 0.0)
+    return prefill
+
+
+def test_hello_is_answered_once() -> None:
+    prefill = Prefill(Counters(), PddConfig(role="prefill"), SAME, "p:1")
+    assert prefill.receive("md", hello("main", "s1"), 0.0) == [Send("md", Welcome(True))]
+    assert prefill.receive("md", hello("main", "s1"), 1.0) == []
+    assert prefill.role_of(("s1",)) == "main" and prefill.role_of(("s2",)) is None
+
+
+def test_a_peer_that_differs_is_refused_with_the_reason() -> None:
+    prefill = machine()
+    (send,) = prefill.receive("x", hello("main", "s9", {**SAME, "page_size": "1"}), 0.0)
+    assert isinstance(send, Send) and send.message == Welcome(
+        False, "page_size: expected 16, found 1; start all roles with the same one"
+    )
+    (send,) = prefill.receive("y", hello("router"), 0.0)
+    assert isinstance(send, Send) and isinstance(send.message, Welcome) and not send.message.accepted
+    assert prefill.role_of(("s9",)) is None
+    assert prefill.counters.get("messages.dropped", cause="unwelcome") == 2
+
+
+def test_a_slow_landing_opens_a_relay() -> None:
+    prefill = with_relay()
+    opened, send = prefill.bootstrapped(JOB)
+    assert isinstance(opened, OpenRelay) and opened.room == 5
+    assert isinstance(send, Send) and send.peer == "rld" and isinstance(send.message, RelayOpen)
+    assert send.message.relay_room == opened.relay_room and send.message.main == "tcp://md:9310"
+    assert prefill.counters.get("requests", pipeline="P-RLD-MD") == 1
+
+
+def test_when_no_relay_is_opened() -> None:
+    assert with_relay().bootstrapped(dataclasses.replace(JOB, landing_ms=100.0)) == []
+    assert with_relay(relay_policy="never").bootstrapped(JOB) == []
+    assert with_relay().bootstrapped(dataclasses.replace(JOB, obstacle="grammar")) == []
+    assert machine().bootstrapped(JOB) == []  # nobody there
+    stranger = with_relay()
+    assert stranger.bootstrapped(dataclasses.replace(JOB, sessions=("unknown",))) == []
+    assert stranger.counters.get("requests", pipeline="stock") == 1
+
+
+def test_always_means_always() -> None:
+    assert len(with_relay(relay_policy="always").bootstrapped(dataclasses.replace(JOB, landing_ms=0.0))) == 2
+
+
+def test_the_least_loaded_relay_is_asked_until_all_are_full() -> None:
+    prefill = machine()
+    prefill.receive("a", hello("relay", capacity=1), 0.0)
+    prefill.receive("b", hello("relay", capacity=2, load=1), 0.0)
+    asked = []
+    for room in range(3):
+        for action in prefill.bootstrapped(dataclasses.replace(JOB, room=room)):
+            if isinstance(action, Send):
+                asked.append(action.peer)
+    assert asked == ["a", "b"]
+    assert prefill.counters.get("relay.refused", reason="no_relay") == 1
+
+
+def relay_room_of(prefill: Prefill) -> int:
+    opened = prefill.bootstrapped(JOB)[0]
+    assert isinstance(opened, OpenRelay)
+    return opened.relay_room
+
+
+def test_refusal_abort_and_silence_drop_the_copy() -> None:
+    for end, why in (
+        (lambda p, r: p.receive("rld", RelayReply(r, False, "full: x", 4), 0.0), "refused"),
+        (lambda p, r: p.receive("rld", Abort(r, "ended"), 0.0), "ended"),
+        (lambda p, r: p.tick(PEER_TIMEOUT + 1), "silence"),
+    ):
+        prefill = with_relay()
+        relay_room = relay_room_of(prefill)
+        assert end(prefill, relay_room) == [DropRelay(5, relay_room, why)]
+        assert len(prefill) == 0 and end(prefill, relay_room) == []
+
+
+def test_only_the_asked_relay_can_refuse() -> None:
+    prefill = with_relay()
+    prefill.receive("other", hello("relay"), 0.0)
+    relay_room = relay_room_of(prefill)
+    asked = next(r.node for r in prefill._relays.values())
+    wrong = "other" if asked == "rld" else "rld"
+    assert prefill.receive(wrong, RelayReply(relay_room, False, "x", 0), 0.0) == []
+    assert prefill.receive(wrong, Abort(relay_room, "x"), 0.0) == []
+
+
+def test_strangers_are_ignored() -> None:
+    prefill = with_relay()
+    relay_room = relay_room_of(prefill)
+    assert prefill.receive("stranger", Abort(relay_room, "x"), 0.0) == []
+    assert prefill.counters.get("messages.dropped", cause="unwelcome") == 1
+
+
+def test_a_failed_copy_tells_the_relay() -> None:
+    prefill = with_relay()
+    relay_room = relay_room_of(prefill)
+    assert prefill.gave_up(relay_room, "aborted") == [Send("rld", Abort(relay_room, "aborted"))]
+    assert prefill.gave_up(relay_room, "aborted") == []
+
+
+def test_a_complete_copy_is_nobody_elses() -> None:
+    prefill = with_relay()
+    relay_room = relay_room_of(prefill)
+    assert prefill.copied(relay_room) == [] and len(prefill) == 0
+    assert prefill.receive("rld", Abort(relay_room, "ended"), 0.0) == []
+
+
+def test_the_first_token_goes_to_the_owner_of_the_session() -> None:
+    prefill = machine()
+    chunk = Chunk(5, 0, (42,))
+    assert prefill.first_token(("s1",), chunk) == [Send("md", Tokens((chunk,)))]
+    assert prefill.first_token(("unknown",), chunk) == []
+
+
+def test_a_peer_that_is_silent_is_forgotten() -> None:
+    prefill = machine()
+    assert prefill.tick(PEER_TIMEOUT + 1) == []
+    assert prefill.role_of(("s1",)) is None and prefill.counters.get("peers", role="main") == 0
