@@ -187,18 +187,18 @@ class MainSeam(ingress.Seam):
                     running_batch.merge_batch(last)
         if not self._sessions:
             return original(scheduler, running_batch)
-        waiting = {
-            s.req.bootstrap_room: s.req for s in self._sessions.values() if s.transfer is None
-        }
-        queued = [r for r in scheduler.waiting_queue if waiting.get(r.bootstrap_room) is r]
-        for room in waiting.keys() - {r.bootstrap_room for r in queued}:
-            self._close(room, "aborted")  # SGLang took it out of its queue
+        landed = [s.req for s in self._sessions.values() if s.transfer is None]
+        here = set(landed).intersection(scheduler.waiting_queue)
+        for req in landed:
+            if req not in here:
+                self._close(req.bootstrap_room, "aborted")  # SGLang took it out of its queue
+        queued = [r for r in scheduler.waiting_queue if r in here]
         if batch := self._extend(scheduler, running_batch, queued):
             return NextBatchPlan(batch_to_run=batch, running_batch=running_batch)
         if not queued:
             return original(scheduler, running_batch)
-        held = set(queued)
-        scheduler.waiting_queue = [r for r in scheduler.waiting_queue if r not in held]
+        queued = [r for r in queued if not r.finished()]  # without one that was given up
+        scheduler.waiting_queue = [r for r in scheduler.waiting_queue if r not in here]
         try:
             return original(scheduler, running_batch)
         finally:
@@ -360,9 +360,7 @@ def abort_sent(result: Any, scheduler: Any, abort_req: Any, req: Any) -> None:
         seam._credits.pop(req.rid, None)
 
 
-def output_streamed(
-    result: Any, streamer: Any, reqs: list[Any], return_logprob: bool, skip_req: Any = None
-) -> None:
+def output_streamed(result: Any, streamer: Any, reqs: list[Any], return_logprob: bool, skip_req: Any = None) -> None:
     """After ``SchedulerOutputStreamer.stream_output``."""
     seam = _seam()
     if seam is not None and seam._credits:

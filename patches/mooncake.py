@@ -31,7 +31,7 @@ FREE_SEGMENT = 8 << 20  # bytes; without a rate limit, only cancellation needs s
 IDLE_LANE = 600.0  # seconds until the worker of an unused lane ends
 
 
-class Lane(FastQueue):  # type: ignore[misc]
+class Lane(FastQueue):
     """SGLang's transfer queue of one destination; remembers which chunk its worker has in hand."""
 
     def __init__(self, link: LinkEstimate) -> None:
@@ -54,7 +54,9 @@ class Lanes:
         sent: called from a worker with (room, bytes, seconds) after each WAN segment.
     """
 
-    def __init__(self, rate: float | None, is_lan: Callable[[str], bool], sent: Callable[[int, int, float], None]) -> None:
+    def __init__(
+        self, rate: float | None, is_lan: Callable[[str], bool], sent: Callable[[int, int, float], None]
+    ) -> None:
         self.rate = rate
         self.is_lan = is_lan
         self.sent = sent
@@ -132,9 +134,7 @@ def get_lanes() -> Lanes:
     return lanes
 
 
-def make_lanes(
-    config: PddConfig, is_lan: Callable[[str], bool], sent: Callable[[int, int, float], None]
-) -> Lanes:
+def make_lanes(config: PddConfig, is_lan: Callable[[str], bool], sent: Callable[[int, int, float], None]) -> Lanes:
     global lanes
     rate = config.wan_rate_limit
     lanes = Lanes(rate / get_parallel().tp_size if rate else None, is_lan, sent)
@@ -144,7 +144,9 @@ def make_lanes(
 # --- hooks ------------------------------------------------------------------------------------------------------
 
 
-def add_transfer_request(original: Callable[..., Any], manager: Any, bootstrap_room: int, *args: Any, **kwargs: Any) -> Any:
+def add_transfer_request(
+    original: Callable[..., Any], manager: Any, bootstrap_room: int, *args: Any, **kwargs: Any
+) -> Any:
     """Around ``MooncakeKVManager.add_transfer_request``: into the destination's own lane."""
     sessions = tuple(manager.transfer_infos.get(bootstrap_room, ()))
     if not sessions:
@@ -160,7 +162,8 @@ def add_transfer_request(original: Callable[..., Any], manager: Any, bootstrap_r
         manager.transfer_queues = stock
 
 
-def transfer_data(original: Callable[..., int], manager: Any, mooncake_session_id: str, transfer_blocks: list[Block]) -> int:
+def transfer_data(
+    original: Callable[..., int], manager: Any, mooncake_session_id: str, transfer_blocks: list[Block]
+) -> int:
     """Around ``MooncakeKVManager._transfer_data``: paced and cancellable on the WAN."""
     return get_lanes().transfer(original, manager, mooncake_session_id, transfer_blocks)
-

@@ -164,7 +164,13 @@ class PrefillSeam(ingress.Seam):
                 self._end(relay, "relay_copied", bytes=int(size))
                 self.do(self.machine.copied(relay.relay_room))
             elif copy_poll == KVPoll.Failed or primary_poll in (KVPoll.Failed, KVPoll.Success) or is_aborted(relay.req):
-                why = "copy_failed" if copy_poll == KVPoll.Failed else "landed" if primary_poll == KVPoll.Success else "aborted"
+                why = (
+                    "copy_failed"
+                    if copy_poll == KVPoll.Failed
+                    else "landed"
+                    if primary_poll == KVPoll.Success
+                    else "aborted"
+                )
                 self._end(relay, "relay_dropped", why=why)
                 self.do(self.machine.gave_up(relay.relay_room, why))
             elif copy_poll == KVPoll.WaitingForInput and not relay.ready:
@@ -354,7 +360,9 @@ def send_kv_chunk(
         seam.queued(req)
 
 
-def inflight_queue(original: Callable[..., list[Any]], scheduler: Any, rids_to_check: list[str] | None = None) -> list[Any]:
+def inflight_queue(
+    original: Callable[..., list[Any]], scheduler: Any, rids_to_check: list[str] | None = None
+) -> list[Any]:
     """Around ``process_disagg_prefill_inflight_queue``: once a step, also when it is empty."""
     seam = _seam()
     if seam is None:
@@ -368,5 +376,3 @@ def inflight_queue(original: Callable[..., list[Any]], scheduler: Any, rids_to_c
 def _stock_send(scheduler: Any, req: Any, last_chunk: bool, end_idx: int | None) -> None:
     """SGLang's ``_send_kv_chunk`` without our hook."""
     type(scheduler)._send_kv_chunk.__wrapped__(scheduler, req, last_chunk, end_idx)
-
-

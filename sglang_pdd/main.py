@@ -26,7 +26,7 @@ class _Session:
 
 
 class Main:
-    """Sessions by bootstrap room. A session opens when MD's transfer metadata goes out, before anybody can send tokens."""
+    """Sessions by bootstrap room. One opens when MD's transfer metadata goes out, before anybody can send tokens."""
 
     def __init__(self, counters: Counters) -> None:
         self._counters = counters
@@ -54,7 +54,9 @@ class Main:
         if session is None:
             return []
         self._remember(room, kept)
-        self._counters.inc("tokens.wasted", max(0, len(session.accepted) - kept) + sum(len(c.ids) for c in session.held.values()))
+        self._counters.inc(
+            "tokens.wasted", max(0, len(session.accepted) - kept) + sum(len(c.ids) for c in session.held.values())
+        )
         return [Send(session.relay, Stop(room, kept, why))] if session.relay else []
 
     def tick(self, now: float) -> list[Action]:

@@ -121,6 +121,8 @@ class LogLimit:
             if now - last < self._interval:
                 self._kinds[kind] = (last, suppressed + 1)
                 return
+            if len(self._kinds) >= 1024:  # kinds may name peers, and those come and go
+                self._kinds.clear()
             self._kinds[kind] = (now, 0)
         self._log.warning("%s%s", text, f" ({suppressed} more of this kind suppressed)" if suppressed else "")
 

@@ -115,9 +115,7 @@ class Relay:
         self._counters.inc("relay.opened")
         return [
             Dial(ask.main, ask.main_key),
-            StartDecode(
-                ask.relay_room, ask.bootstrap, ask.prompt, ask.sampling, ask.return_logprob, ask.top_logprobs
-            ),
+            StartDecode(ask.relay_room, ask.bootstrap, ask.prompt, ask.sampling, ask.return_logprob, ask.top_logprobs),
             Send(peer, RelayReply(ask.relay_room, True, "", self.load)),
         ]
 

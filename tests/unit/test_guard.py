@@ -5,11 +5,10 @@ from dataclasses import dataclass, replace
 from types import ModuleType
 
 import pytest
+from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
 from sglang_pdd.patches import guard
 from sglang_pdd.patches.table import ENTRIES, Entry
-
-from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
 
 class Engine:

@@ -142,3 +142,6 @@ def test_log_limit(caplog: pytest.LogCaptureFixture) -> None:
     now[0] = 20.0
     limit.warning("x", "f")
     assert caplog.messages[3:] == ["f"]
+    for i in range(5000):
+        limit.warning(f"peer {i}", "g")
+    assert len(limit._kinds) <= 1024
