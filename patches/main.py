@@ -47,7 +47,7 @@ class MainSeam(ingress.Seam):
         super().__init__(scheduler, config)
         self._sessions: dict[int, _Session] = {}
         self._credits: dict[str, _Session] = {}  # rid -> who made which tokens, until the answer is complete
-        self.machine = Main(self.counters)
+        self.machine = Main(self.counters, scheduler.model_config.vocab_size)
         if self.rank == 0:
             self.connect(self.machine, listen=True)
 
@@ -91,7 +91,7 @@ class MainSeam(ingress.Seam):
             self.counters.inc("tokens.wasted", len(command.ids))
             return
         req = session.req
-        if command.cached and command.source == "P":
+        if command.cached and len(command.cached) >= 4 and command.source == "P":
             _set_cached(req, command.cached)
         for i, token in enumerate(command.ids):
             self._append(req, token, command, i)

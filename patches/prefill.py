@@ -7,7 +7,6 @@ soon as RLD is ready for it, from wherever RLD's own cache ends.
 from __future__ import annotations
 
 import copy
-import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -58,7 +57,7 @@ class _Relay:
 class PrefillSeam(ingress.Seam):
     def __init__(self, scheduler: Any, config: PddConfig) -> None:
         super().__init__(scheduler, config)
-        self._requests: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
+        self._requests: dict[int, Any] = {}  # by room, from MD's metadata to the end of MD's copy
         self._relays: dict[int, _Relay] = {}
         self._copies = -1
         self._drain = Drain.open()
@@ -114,7 +113,7 @@ class PrefillSeam(ingress.Seam):
         job = Job(
             room,
             sessions,
-            tuple(req.origin_input_ids),
+            req.origin_input_ids,
             sampling_to_wire(req.pdd_sampling),
             landing_ms,
             req.return_logprob,
@@ -181,16 +180,22 @@ class PrefillSeam(ingress.Seam):
         for req in done:
             self._requests.pop(req.bootstrap_room, None)
             self.timeline.event("copied", req.bootstrap_room, ok=not is_aborted(req))
+        for room in [room for room, req in self._requests.items() if is_aborted(req)]:
+            del self._requests[room]
         copies = len(self.scheduler.disagg_prefill_inflight_queue) + len(self._relays)
         if self._drain is not None and copies != self._copies:
             self._copies = copies
             self._drain.set(copies, self.rank)
 
+    def released(self, req: Any) -> None:
+        """SGLang has aborted this request before it was in flight."""
+        self._requests.pop(req.bootstrap_room, None)
+
     # --- the second copy ---
 
     def _open(self, command: OpenRelay) -> None:
         req = self._requests.get(command.room)
-        if req is None or is_aborted(req) or req.disagg_kv_sender is None:
+        if req is None or is_aborted(req):
             self.do(self.machine.gave_up(command.relay_room, "aborted"))
             return
         sender = get_kv_class(self._queue.transfer_backend, KVClassType.SENDER)(
@@ -371,6 +376,12 @@ def inflight_queue(
     done = original(scheduler, rids_to_check)
     seam.concluded(done)
     return done
+
+
+def aborted_released(result: None, scheduler: Any, req: Any) -> None:
+    """After ``Scheduler._release_aborted_request``."""
+    if seam := _seam():
+        seam.released(req)
 
 
 def _stock_send(scheduler: Any, req: Any, last_chunk: bool, end_idx: int | None) -> None:

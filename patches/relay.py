@@ -53,9 +53,12 @@ class RelaySeam(ingress.Seam):
         host, _, port = command.bootstrap.rpartition(":")
         try:
             sampling = sampling_from_wire(dict(command.sampling))
-        except (TypeError, ValueError) as error:  # of another SGLang, perhaps
-            self.counters.inc("relay.refused", reason="sampling")
-            ingress.logger.error("PDD: relay refused: %s", error)
+            bootstrap_port = int(port)
+            if max(command.prompt) >= self.scheduler.model_config.vocab_size:
+                raise ValueError("a prompt token is not in the vocabulary")
+        except Exception as error:  # msgspec raises kinds of its own
+            self.counters.inc("relay.refused", reason="malformed")
+            ingress.logger.error("PDD: cannot start relay %d: %s", command.relay_room, error)
             self.do(self.machine.ended(command.relay_room))
             return
         rid = relay_rid(command.relay_room)
@@ -76,7 +79,7 @@ class RelaySeam(ingress.Seam):
                 token_ids_logprob=None,
                 stream=True,
                 bootstrap_host=host,
-                bootstrap_port=int(port),
+                bootstrap_port=bootstrap_port,
                 bootstrap_room=command.relay_room,
             )
         )

@@ -429,6 +429,15 @@ ENTRIES: tuple[Entry, ...] = (
         "the CPU platform sets it False",
         roles=("prefill", "pace"),
     ),
+    Entry(
+        "sglang.srt.managers.scheduler.Scheduler._release_aborted_request",
+        "method",
+        "an aborted request gets no relay any more",
+        "(self, req)",
+        roles=("prefill",),
+        hook="after",
+        by="prefill:aborted_released",
+    ),
     # RLD: relay.py
     Entry(
         "sglang.srt.managers.scheduler.Scheduler.handle_generate_request",

@@ -28,8 +28,9 @@ class _Session:
 class Main:
     """Sessions by bootstrap room. One opens when MD's transfer metadata goes out, before anybody can send tokens."""
 
-    def __init__(self, counters: Counters) -> None:
+    def __init__(self, counters: Counters, vocab_size: int) -> None:
         self._counters = counters
+        self._vocab_size = vocab_size
         self._sessions: dict[int, _Session] = {}
         self._closed: OrderedDict[int, int] = OrderedDict()  # room -> tokens kept
 
@@ -66,6 +67,9 @@ class Main:
         session = self._sessions.get(chunk.room)
         if session is None:
             return self._stray(peer, chunk, prefill)
+        if chunk.ids and max(chunk.ids) >= self._vocab_size:
+            self._counters.inc("messages.dropped", cause="malformed")
+            return []
         if not prefill:
             if session.muted or session.relay not in (None, peer):
                 self._counters.inc("messages.dropped", cause="stale")

@@ -20,7 +20,7 @@ CATALOG: dict[str, str] = {
     "relay.opened": "Relays opened",
     "relay.refused": "Relays refused or not asked for, by reason",
     "relay.dropped": "Relays given up after they were opened, by why",
-    "relay.active": "Relays open now",
+    "relay.active": "Relays open now (main decode: requests that wait for their KV)",
     "tokens.emitted": "Tokens emitted by main decode that another role computed, by source",
     "tokens.wasted": "Tokens computed by relay decode past the cut-off",
     "tokens.duplicate": "Tokens received for a position already filled",

@@ -23,6 +23,7 @@ class Machine(Protocol):
     def receive(self, peer: str, message: Message, now: float, *, prefill: bool = False) -> list[Action]: ...
 
     def tick(self, now: float) -> list[Action]: ...
+    def __len__(self) -> int: ...
 
 
 class Node:
@@ -56,7 +57,7 @@ class Node:
             if isinstance(message, Welcome):
                 self._welcome(peer, message)
             else:
-                self.do(self._machine.receive(peer, message, now, prefill=peer in self._prefills))
+                self._receive(peer, message, now)
         if now >= self._next_tick:
             self._next_tick = now + TICK
             self._discover()
@@ -86,6 +87,15 @@ class Node:
         self._finder.close()
         self._endpoint.close()
 
+    def _receive(self, peer: str, message: Message, now: float) -> None:
+        try:
+            actions = self._machine.receive(peer, message, now, prefill=peer in self._prefills)
+        except Exception:  # a message must not be able to end the server
+            self._counters.inc("hooks.errors", hook="receive")
+            logger.exception("PDD: dropped %s from %s", type(message).__name__, peer)
+        else:
+            self.do(actions)
+
     def _discover(self) -> None:
         for found in self._finder.found():
             for endpoint in [e for e, b in self._prefills.items() if b == found.bootstrap and e != found.endpoint]:
@@ -106,6 +116,7 @@ class Node:
         return True
 
     def _beat(self) -> None:
+        self._counters.set("relay.active", len(self._machine))
         if self._hello is not None and self._prefills:
             hello = self._hello()
             for endpoint in self._prefills:

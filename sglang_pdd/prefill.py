@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -32,7 +32,7 @@ class Job:
 
     room: int
     sessions: tuple[str, ...]  # MD's transfer-engine sessions
-    prompt: tuple[int, ...]
+    prompt: Sequence[int]
     sampling: Mapping[str, Any]
     landing_ms: float  # predicted, after prefill
     return_logprob: bool = False
@@ -97,6 +97,8 @@ class Prefill:
             self.counters.inc("requests", pipeline="stock")
             return []
         wanted = policy.relay_wanted(self.config.relay_policy, job.landing_ms, self.config.relay_threshold_ms)
+        if job.sampling.get("max_new_tokens") == 1:
+            wanted = False  # P's own token is the answer
         if wanted and job.obstacle:
             self.counters.inc("relay.refused", reason="feature")
             wanted = False
@@ -116,7 +118,7 @@ class Prefill:
             relay_room,
             job.room,
             self.bootstrap,
-            job.prompt,
+            tuple(job.prompt),
             job.sampling,
             hello.address,
             hello.public_key,

@@ -18,7 +18,7 @@ ANSWER = tuple(random.Random(0).randrange(1000) for _ in range(40))
 
 def machine() -> tuple[Main, Counters]:
     counters = Counters()
-    main = Main(counters)
+    main = Main(counters, 10_000)
     main.opened(ROOM)
     return main, counters
 
@@ -93,6 +93,12 @@ def test_a_gap_is_held_within_a_bound() -> None:
     assert main.receive("rld", Tokens((long,)), 0.0) == []
     assert main.receive("rld", Tokens((Chunk(ROOM, 5000, (1,)),)), 0.0) == []
     assert counters.get("messages.dropped", cause="held") == 1
+
+
+def test_ids_beyond_the_vocabulary_are_dropped() -> None:
+    main, counters = machine()
+    assert main.receive("rld", Tokens((Chunk(ROOM, 0, (10_000,)),)), 0.0) == []
+    assert counters.get("messages.dropped", cause="malformed") == 1
 
 
 def test_unknown_room_and_ping() -> None:

@@ -63,6 +63,7 @@ def test_when_no_relay_is_opened() -> None:
     assert with_relay().bootstrapped(dataclasses.replace(JOB, landing_ms=100.0)) == []
     assert with_relay(relay_policy="never").bootstrapped(JOB) == []
     assert with_relay().bootstrapped(dataclasses.replace(JOB, obstacle="grammar")) == []
+    assert with_relay().bootstrapped(dataclasses.replace(JOB, sampling={"max_new_tokens": 1})) == []
     assert machine().bootstrapped(JOB) == []  # nobody there
     stranger = with_relay()
     assert stranger.bootstrapped(dataclasses.replace(JOB, sessions=("unknown",))) == []
