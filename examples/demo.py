@@ -48,14 +48,14 @@ class Ask:
 def asks(prompt_tokens: int, answer_tokens: int) -> list[Ask]:
     """The conversation pieces: each shows another path through the roles."""
     cold = tasks.cold(1, prompt_tokens, answer_tokens)
-    turn = tasks.follow_up(cold, 2, 200, 60)
+    turn = tasks.follow_up(cold, 2, 40, 20)
     short = tasks.cold(3, prompt_tokens, 8)
     small = tasks.cold(4, 60, 15)
     return [
         Ask("cold-long", "a long prompt nobody has seen: relayed", cold),
         Ask("second-turn", "the next turn of the same conversation: nearly all of it is on MD already", turn),
-        Ask("short-answer", "a long prompt with a short answer: done before its KV has landed", short),
         Ask("cold-small", "a short prompt: its KV is across in no time, no relay", small),
+        Ask("short-answer", "a long prompt with a short answer: done before its KV has landed", short),
     ]
 
 

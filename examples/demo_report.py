@@ -11,7 +11,7 @@ from typing import Any
 from client import Answer
 
 Event = Mapping[str, Any]
-COLOURS = {"P": "#8e44ad", "RLD": "#e67e22", "MD": "#1f77b4", "stock": "#7f8c8d"}
+COLOURS = {"P": "#8e44ad", "RLD": "#e67e22", "MD": "#1f77b4", "WAN": "#c0392b", "stock": "#7f8c8d"}
 
 
 @dataclass(frozen=True)
@@ -255,19 +255,15 @@ class _Lanes:
             self._arrow(first, "P", self.row.ttft_s, "client", COLOURS["P"], 1.6)
 
     def _wan(self) -> None:
-        sent = [
-            (e["t"] - self.answer.sent, e["seconds"], e["bytes"])
-            for e in self.story.prefill
-            if e["event"] == "wan_sent"
-        ]
+        sent = [e for e in self.story.prefill if e["event"] == "wan_sent"]
         if not sent:
             return
-        for stop, seconds, _size in sent:
-            self._bar("WAN", stop - seconds, stop, "#c0392b", alpha=0.85, edgecolor="white", linewidth=0.4)
-        begin, stop = min(t - s for t, s, _ in sent), max(t for t, _, _ in sent)
-        size = sum(b for _, _, b in sent) / 1e6
+        times = [e["t"] - self.answer.sent for e in sent]
+        begin, stop = times[0] - sent[0]["seconds"], times[-1]
+        self._bar("WAN", begin, stop, COLOURS["WAN"])
+        size = sum(e["bytes"] for e in sent) / 1e6
         label = f"the prompt's KV cache, {size:.1f} MB, {stop - begin:.1f} s"
-        box = {"facecolor": "#c0392b", "edgecolor": "none", "pad": 2}
+        box = {"facecolor": COLOURS["WAN"], "edgecolor": "none", "pad": 2}
         at = (begin + stop) / 2, LANES["WAN"]
         self.axes.text(*at, label, ha="center", va="center", color="white", fontsize=10, bbox=box, zorder=4)
 
@@ -305,7 +301,7 @@ class _Lanes:
                 text, extend, LANES["MD"] + BAR / 2, max(0.0, extend - 0.38 * self.end), LANES["MD"] + 0.36, "#154360"
             )
         if landed is not None:
-            self._arrow(landed, "WAN", landed, "MD", "#c0392b", 1.6)
+            self._arrow(landed, "WAN", landed, "MD", COLOURS["WAN"], 1.6)
 
     def _rug(self, lane: str, times: Sequence[float], colours: Sequence[str]) -> None:
         y = LANES[lane]

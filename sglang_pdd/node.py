@@ -17,6 +17,7 @@ logger = logging.getLogger(__name__)
 
 BEAT = 1.0  # seconds between Hellos
 TICK = 0.1  # seconds between looks at the clock
+SILENCE = 10.0  # seconds without a Welcome, after which a prefill is looked up again
 
 
 class Machine(Protocol):
@@ -47,6 +48,8 @@ class Node:
         self._hello = hello
         self._clock = clock
         self._prefills: dict[str, str] = {}  # endpoint -> bootstrap address
+        self._heard: dict[str, float] = {}  # endpoint of a prefill -> when it last spoke
+        self._greeted: dict[str, Welcome] = {}  # endpoint of a prefill -> what it last said of this node
         self._commands: list[Command] = []
         self._next_beat = self._next_tick = 0.0
 
@@ -55,7 +58,7 @@ class Node:
         now = self._clock()
         for peer, message in self._endpoint.receive():
             if isinstance(message, Welcome):
-                self._welcome(peer, message)
+                self._welcome(peer, message, now)
             else:
                 self._receive(peer, message, now)
         if now >= self._next_tick:
@@ -64,7 +67,7 @@ class Node:
             self.do(self._machine.tick(now))
         if now >= self._next_beat:
             self._next_beat = now + BEAT
-            self._beat()
+            self._beat(now)
         commands, self._commands = self._commands, []
         return commands
 
@@ -115,22 +118,27 @@ class Node:
             return False
         return True
 
-    def _beat(self) -> None:
+    def _beat(self, now: float) -> None:
         self._counters.set("relay.active", len(self._machine))
-        if self._hello is not None and self._prefills:
-            hello = self._hello()
-            for endpoint in self._prefills:
-                self._endpoint.send(endpoint, hello)
+        if self._hello is None or not self._prefills:
+            return
+        hello = self._hello()
+        for endpoint, bootstrap in self._prefills.items():
+            self._endpoint.send(endpoint, hello)
+            if now - self._heard.setdefault(endpoint, now) > SILENCE:
+                self._heard[endpoint] = now
+                logger.warning("PDD: prefill %s is silent: looking it up again", bootstrap)
+                self._finder.forget(bootstrap)
 
-    def _welcome(self, peer: str, welcome: Welcome) -> None:
+    def _welcome(self, peer: str, welcome: Welcome, now: float) -> None:
+        self._heard[peer] = now
+        if not welcome.accepted:
+            self._counters.inc("messages.dropped", cause="unwelcome")
+        if self._greeted.get(peer) == welcome:  # it comes with every Hello
+            return
+        self._greeted[peer] = welcome
         where = self._prefills.get(peer, peer)
         if welcome.accepted:
             logger.info("PDD: prefill %s knows this node", where)
         else:
-            self._counters.inc("messages.dropped", cause="unwelcome")
-            self._refused(where, welcome.reason)
-
-    def _refused(self, where: str, reason: str) -> None:
-        if getattr(self, "_last_refusal", None) != (where, reason):  # it comes again with every Hello
-            self._last_refusal = (where, reason)
-            logger.error("PDD: prefill %s refuses this node: %s", where, reason)
+            logger.error("PDD: prefill %s refuses this node: %s", where, welcome.reason)

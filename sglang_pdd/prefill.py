@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,7 +23,13 @@ from sglang_pdd.protocol import (
 )
 
 PEER_TIMEOUT = 10.0  # seconds without a Hello
+REFUSALS = ("full", "share", "memory", "key", "prompt")  # the first words of what a relay answers
 _STRIDE = 0x9E3779B97F4A7C15  # odd, so that rooms map to relay rooms one to one
+
+
+def _word(text: str, known: Iterable[str]) -> str:
+    """A peer's text as a metric label: one of a fixed set."""
+    return next((word for word in known if text.startswith(word)), "other")
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +59,7 @@ class _Relaying:
     node: str
 
 
-@dataclass(slots=True)
+@dataclass
 class Prefill:
     """Peers by node id, relays by relay room.
 
@@ -79,10 +85,10 @@ class Prefill:
         if peer not in self.peers:
             self.counters.inc("messages.dropped", cause="unwelcome")
         elif isinstance(message, RelayReply) and not message.accepted and self._is_mine(peer, message.relay_room):
-            self.counters.inc("relay.refused", reason=message.reason.split(":")[0] or "unknown")
+            self.counters.inc("relay.refused", reason=_word(message.reason, REFUSALS))
             return self._drop(message.relay_room, "refused")
         elif isinstance(message, Abort) and self._is_mine(peer, message.room):
-            return self._drop(message.room, message.why)
+            return self._drop(message.room, _word(message.why, ("ended",)))
         return []
 
     def role_of(self, sessions: tuple[str, ...]) -> str | None:
@@ -160,14 +166,13 @@ class Prefill:
                 self._forget(node)
             self.counters.inc("messages.dropped", cause="unwelcome")
             return [Send(node, Welcome(False, reason))]
-        fresh = node not in self.peers
-        if not fresh:
+        if node in self.peers:
             self._forget(node)
         self.peers[node] = _Peer(hello, now)
         for session in hello.sessions:
             self._owners[session] = node
         self._count_peers()
-        return [Send(node, Welcome(True))] if fresh else []
+        return [Send(node, Welcome(True))]
 
     def _refusal(self, hello: Hello) -> str | None:
         if hello.role not in ("relay", "main"):

@@ -12,7 +12,6 @@ from typing import cast
 import zmq
 from zmq.utils import z85
 
-from sglang_pdd.config import is_loopback
 from sglang_pdd.keys import Keys
 from sglang_pdd.metrics import Counters, LogLimit
 from sglang_pdd.protocol import MAX_MESSAGE, Message, ProtocolError, VersionMismatch, decode, encode
@@ -284,19 +283,6 @@ class Endpoint:
             except zmq.ZMQError:  # the context was terminated
                 break
         zap.close(0)
-
-
-def check_bind(host: str, keys: Keys | None, insecure: bool) -> None:
-    """Refuse to listen where strangers can connect.
-
-    Raises:
-        TransportError: ``host`` is not loopback, there are no keys, and ``insecure`` was not asked for.
-    """
-    if keys is None and not insecure and not is_loopback(host):
-        raise TransportError(
-            f"refusing to listen on {host} without keys: give --pdd-keys DIR (`sglang-pdd keys` makes them), "
-            "a loopback address, or --pdd-insecure"
-        )
 
 
 def _check_endpoint(endpoint: str) -> None:

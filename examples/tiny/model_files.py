@@ -94,7 +94,7 @@ def _portable(settings: dict[str, object]) -> dict[str, object]:
     return {**settings, "tokenizer_class": "PreTrainedTokenizerFast"}
 
 
-def build(generator: torch.Generator, noise: float = 0.03) -> LlamaForCausalLM:
+def build(generator: torch.Generator, noise: float = 0.01) -> LlamaForCausalLM:
     """An untrained model that already holds the two attention patterns of a lookup, plus noise everywhere.
 
     Layer 0 copies the previous token's code into every position; layer 1 compares the current token's code with

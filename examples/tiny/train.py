@@ -21,7 +21,7 @@ from torch import Tensor
 from transformers import LlamaForCausalLM
 
 BATCH_TOKENS = 4096
-LENGTHS = (64, 96, 128, 256, 512, 1024, 2048, 4096, 8192, 8192)
+LENGTHS = (64, 96, 128, 256, 512, 1024, 2048, 4096, 8192)
 DOUBT = (0.04, 0.24)
 """Least and greatest share of probability that training takes from the right answer, depending on the token."""
 
@@ -102,9 +102,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "model")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--steps", type=int, default=160, help="batches")
-    parser.add_argument("--rate", type=float, default=1.5e-3, help="highest learning rate")
-    parser.add_argument("--noise", type=float, default=0.03, help="standard deviation added to the built weights")
+    parser.add_argument("--steps", type=int, default=100, help="batches")
+    parser.add_argument("--rate", type=float, default=6e-4, help="highest learning rate")
+    parser.add_argument("--noise", type=float, default=0.01, help="standard deviation added to the built weights")
     parser.add_argument("--threads", type=int, default=1)
     args = parser.parse_args()
     torch.set_num_threads(args.threads)

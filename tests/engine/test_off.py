@@ -100,7 +100,7 @@ MISTAKES = [
     (["--pdd-role", "main", "--disable-radix-cache"], "--disable-radix-cache is not supported with PDD: drop it"),
     (["--pdd-role", "prefill", "--enable-hierarchical-cache"], "--enable-hierarchical-cache is not supported"),
     (["--pdd-role", "main", "--tokenizer-worker-num", "2"], "use --tokenizer-worker-num 1"),
-    (["--pdd-role", "main", "--disaggregation-transfer-backend", "nixl"], "use --disaggregation-transfer-backend mooncake"),
+    (["--pdd-role", "main", "--disaggregation-transfer-backend", "nixl"], "use --disaggregation-transfer-backend moon"),
     (["--pdd-role", "main", "--host", "0.0.0.0"], "0.0.0.0 is a wildcard: give --pdd-advertise"),
     (["--pdd-wan-rate-limit", "1gbit"], "paces --disaggregation-mode prefill only"),
 ]

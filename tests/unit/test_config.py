@@ -119,7 +119,7 @@ def test_unreadable(argv):
         parse(*argv)
 
 
-@pytest.mark.parametrize(("name", "value"), [("PDD_ROLE", "boss"), ("PDD_RELAY_POLICY", "maybe"), ("PDD_INSECURE", "2")])
+@pytest.mark.parametrize(("name", "value"), [("PDD_ROLE", "no"), ("PDD_RELAY_POLICY", "maybe"), ("PDD_INSECURE", "2")])
 def test_bad_environment(name, value, monkeypatch):
     monkeypatch.setenv(name, value)
     with pytest.raises(ConfigError, match=value):

@@ -31,10 +31,10 @@ def with_relay(**config: object) -> Prefill:
     return prefill
 
 
-def test_hello_is_answered_once() -> None:
+def test_every_hello_is_answered() -> None:
     prefill = Prefill(Counters(), PddConfig(role="prefill"), SAME, "p:1")
     assert prefill.receive("md", hello("main", "s1"), 0.0) == [Send("md", Welcome(True))]
-    assert prefill.receive("md", hello("main", "s1"), 1.0) == []
+    assert prefill.receive("md", hello("main", "s1"), 1.0) == [Send("md", Welcome(True))]
     assert prefill.role_of(("s1",)) == "main" and prefill.role_of(("s2",)) is None
 
 

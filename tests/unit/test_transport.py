@@ -1,7 +1,6 @@
 import logging
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
 import msgpack
 import pytest
@@ -11,7 +10,7 @@ from sglang_pdd import transport
 from sglang_pdd.keys import Keys, make
 from sglang_pdd.metrics import Counters
 from sglang_pdd.protocol import MAX_MESSAGE, Abort, Message, Ping, Pong, RelayOpen, Stop, Tokens, encode
-from sglang_pdd.transport import Endpoint, TransportError, check_bind
+from sglang_pdd.transport import Endpoint, TransportError
 
 LOCAL = "tcp://127.0.0.1:0"
 Open = Callable[..., Endpoint]
@@ -386,16 +385,6 @@ def test_bad_node_ids() -> None:
     for node in ("", "a b", "ä", "x" * 65):
         with pytest.raises(TransportError, match="bad node id"):
             Endpoint(node, None, Counters())
-
-
-def test_check_bind(tmp_path: Path, keys: dict[str, Keys]) -> None:
-    for host in ("127.0.0.1", "127.8.0.1", "localhost", "::1", "[::1]"):
-        check_bind(host, None, insecure=False)
-    for host in ("0.0.0.0", "*", "10.0.0.1", "::", "localhost.example.org", ""):
-        with pytest.raises(TransportError, match="--pdd-keys"):
-            check_bind(host, None, insecure=False)
-        check_bind(host, None, insecure=True)
-        check_bind(host, keys["p"], insecure=False)
 
 
 def test_ipv6(open_: Open) -> None:
