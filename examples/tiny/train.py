@@ -1,8 +1,8 @@
-"""Make the tiny graph-walk model: build it with the lookup pattern in place but noisy, then train it.
+"""Make the tiny graph-walk model: build it with the lookup pattern in place, then train it.
 
-Training from random weights would take hours on a CPU; so the start is a hand-made two-layer lookup (see
-``model_files.build``) blurred by noise until it no longer answers right, and training repairs it and calibrates its
-probabilities. The same seed, library versions and thread count give the same model.
+Training from random weights would take long on a CPU; so the start is a hand-made two-layer lookup with noise on
+every matrix (see ``model_files.build``), and training makes it end its answers, repairs what the noise did and
+calibrates its probabilities. The same seed, library versions and thread count give the same model.
 """
 
 from __future__ import annotations

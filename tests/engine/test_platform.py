@@ -52,7 +52,7 @@ def server(model: Path, tmp_path_factory: pytest.TempPathFactory):
     with log.open("w") as file:
         process = subprocess.Popen(
             [sys.executable, "-m", "sglang.launch_server", "--model-path", str(model), *flags],
-            env={**environment, "SGLANG_PLATFORM": "pdd_cpu"},
+            env={**environment, "SGLANG_PLATFORM": "pdd_cpu", "SGLANG_PLUGINS": "pdd"},
             stdout=file,
             stderr=subprocess.STDOUT,
             start_new_session=True,
