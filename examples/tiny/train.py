@@ -20,7 +20,7 @@ from tasks import Task, cold, endless, follow_up
 from torch import Tensor
 from transformers import LlamaForCausalLM
 
-BATCH_TOKENS = 4096
+BATCH_TOKENS = 4096  # or one sequence, where that is longer
 LENGTHS = (64, 96, 128, 256, 512, 1024, 2048, 4096, 8192)
 DOUBT = (0.04, 0.24)
 """Least and greatest share of probability that training takes from the right answer, depending on the token."""
