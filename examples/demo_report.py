@@ -268,7 +268,9 @@ class _Lanes:
         self.axes.text(*at, label, ha="center", va="center", color="white", fontsize=10, bbox=box, zorder=4)
 
     def _relay(self) -> None:
-        landed, stop = self._at("relay", "relay_landed"), self._at("relay", "relay_stop")
+        landed = self._at("relay", "relay_landed")
+        ends = [e["t"] - self.answer.sent for e in self.story.relay if e["event"] in ("relay_token", "relay_stop")]
+        stop = max(ends, default=None)
         queued = self._at("prefill", "queued")
         if landed is None or stop is None:
             return
@@ -286,11 +288,12 @@ class _Lanes:
         finish = self._at("main", "finish")
         colour = COLOURS["MD"]
         emit = self._at("main", "emit")
-        if emit is not None and landed is not None and landed > emit:
-            self._bar("MD", emit, landed, "#a9cce3")
-            at, text = (emit + landed) / 2, "passes the tokens of P and RLD on"
+        passed = landed or finish
+        if emit is not None and passed is not None and passed > emit:
+            self._bar("MD", emit, passed, "#a9cce3")
+            at, text = (emit + passed) / 2, "passes the tokens of P and RLD on"
             self.axes.text(at, LANES["MD"], text, ha="center", va="center", color="#154360", fontsize=10, zorder=4)
-        if own is not None and finish is not None:
+        if own is not None and finish is not None:  # else the relay has made the whole answer
             self._bar("MD", own, finish, colour, f"decodes the other {self.row.tokens['MD']} tokens")
         if extend is not None and own is not None:
             self._bar("MD", extend, own, "#154360", hatch="///", edgecolor="white")

@@ -104,17 +104,17 @@ def verify() -> None:
 def _verify_after_apply() -> None:
     from sglang.srt.plugins.hook_registry import HookRegistry
 
-    original = HookRegistry.apply_hooks
+    original = HookRegistry.apply_hooks.__func__
     if getattr(original, "pdd", False):
         return
 
     @functools.wraps(original)
-    def apply_hooks() -> None:
-        original()
+    def apply_hooks(cls: Any) -> None:
+        original(cls)
         verify()
 
     apply_hooks.pdd = True  # type: ignore[attr-defined]
-    HookRegistry.apply_hooks = staticmethod(apply_hooks)
+    HookRegistry.apply_hooks = classmethod(apply_hooks)
 
 
 def _source() -> Any:

@@ -18,6 +18,10 @@ class PddCpuPlatform(CpuDeviceMixin, SRTPlatform):
     _enum = PlatformEnum.OOT
     capabilities = PlatformCapabilities()
 
+    def __init__(self) -> None:
+        # SGLang looks for GPUs by itself; the platform is made before it does.
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+
     def get_device(self, device_id: int | None = 0) -> str:
         return "cpu"
 

@@ -52,6 +52,7 @@ class _Relay:
     complete: bool = False  # the last chunk exists
     queued_last: bool = False
     metadata: int = -1
+    written: Any = None  # event after which the KV up to ``computed`` can be read; None: already
 
 
 class PrefillSeam(ingress.Seam):
@@ -136,14 +137,15 @@ class PrefillSeam(ingress.Seam):
         self.timeline.event("queued", req.bootstrap_room)
         if req.finished() or not self._known(req.bootstrap_room):
             return
+        self._count_copies()  # before the response ends: from then on only this keeps P from exiting
         req.finished_reason = FINISH_LENGTH(length=0)
         self.scheduler.output_streamer.stream_output([req], req.return_logprob)
 
-    def computed(self, original: Callable[..., None], req: Any, end: int, complete: bool) -> None:
-        """KV exists up to ``end``."""
+    def computed(self, original: Callable[..., None], req: Any, end: int, complete: bool, written: Any) -> None:
+        """KV exists up to ``end``, or will once the event ``written`` has come to pass."""
         for relay in self._relays.values():
             if relay.req is req:
-                relay.computed, relay.complete = end, complete
+                relay.computed, relay.complete, relay.written = end, complete, written
                 self._send(original, relay)
 
     def pump(self, original: Callable[..., None]) -> None:
@@ -182,6 +184,9 @@ class PrefillSeam(ingress.Seam):
             self.timeline.event("copied", req.bootstrap_room, ok=not is_aborted(req))
         for room in [room for room, req in self._requests.items() if is_aborted(req)]:
             del self._requests[room]
+        self._count_copies()
+
+    def _count_copies(self) -> None:
         copies = len(self.scheduler.disagg_prefill_inflight_queue) + len(self._relays)
         if self._drain is not None and copies != self._copies:
             self._copies = copies
@@ -225,6 +230,7 @@ class PrefillSeam(ingress.Seam):
     def _send(self, original: Callable[..., None], relay: _Relay) -> None:
         if not relay.ready or relay.queued_last or (relay.computed <= relay.sent and not relay.complete):
             return
+        relay.sender._early_send_wait_event = relay.written
         with _as_relay(relay):
             original(self.scheduler, relay.req, relay.complete, relay.computed)
         relay.queued_last = relay.complete
@@ -359,8 +365,9 @@ def send_kv_chunk(
     if last_chunk:
         seam.prefilled(req)
     end = end_idx if end_idx is not None else min(req.extend_end, len(req.origin_input_ids))
+    written = req.disagg_kv_sender._early_send_wait_event  # taken by the send
     original(scheduler, req, last_chunk, end_idx)
-    seam.computed(original, req, end, last_chunk)
+    seam.computed(original, req, end, last_chunk, written)
     if last_chunk:
         seam.queued(req)
 

@@ -21,10 +21,15 @@ from sglang_pdd.patches.bootstrap import Drain
 CHECKED = "PDD_CHECKED"
 
 # role -> (stock flag's field, value, default)
+_DECODE = (
+    ("disaggregation_mode", "decode", "null"),
+    ("disaggregation_decode_enable_radix_cache", True, False),
+    ("disable_radix_cache", False, False),
+)
 _IMPLIED: dict[str, tuple[tuple[str, Any, Any], ...]] = {
     "prefill": (("disaggregation_mode", "prefill", "null"),),
-    "relay": (("disaggregation_mode", "decode", "null"), ("disaggregation_decode_enable_radix_cache", True, False)),
-    "main": (("disaggregation_mode", "decode", "null"), ("disaggregation_decode_enable_radix_cache", True, False)),
+    "relay": _DECODE,
+    "main": _DECODE,
 }
 
 # Stock flags that PDD has not been run with: field -> the only value served. Of a union, any of them.
@@ -33,6 +38,7 @@ SERVED: dict[str, tuple[Any, ...]] = {
     "disaggregation_decode_allocation_policy": ("early",),
     "disaggregation_decode_host_receive_threshold": (1.0,),
     "disaggregation_decode_enable_offload_kvcache": (False,),
+    "disaggregation_enable_kv_checksum": (False,),  # SGLang verifies on its own path only, not before an extend pass
     "optimistic_prefill_attempts": (0,),
     "enable_pd_role_switch": (False,),
     "enable_pdmux": (False,),
@@ -54,7 +60,6 @@ SERVED: dict[str, tuple[Any, ...]] = {
     "enable_hisparse": (False,),
     "enable_lmcache": (False,),
     "enable_unified_memory": (False,),
-    "disable_radix_cache": (False,),
     "radix_cache_backend": (None,),
     "enable_lora": (None, False),
     "lora_paths": (None, []),

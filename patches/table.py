@@ -6,7 +6,7 @@ To rely on something new, add an `Entry`; nothing else may touch SGLang unseen.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 Kind = Literal["function", "method", "classmethod", "class", "attribute", "field"]
 Hook = Literal["before", "after", "around"]
@@ -38,742 +38,401 @@ class Entry:
     safe: bool = False
 
 
-_SERVER_ARGS = "sglang.srt.server_args.ServerArgs"
+SCHEDULER = "sglang.srt.managers.scheduler.Scheduler"
+SERVER_ARGS = "sglang.srt.server_args.ServerArgs"
+REGISTRY = "sglang.srt.plugins.hook_registry.HookRegistry"
+REQ = "sglang.srt.managers.schedule_batch.Req"
+BATCH = "sglang.srt.managers.schedule_batch.ScheduleBatch"
+SENDER = "sglang.srt.disaggregation.common.conn.CommonKVSender"
+MOONCAKE = "sglang.srt.disaggregation.mooncake.conn.MooncakeKVManager"
+TOKENIZER_MANAGER = "sglang.srt.managers.tokenizer_manager.TokenizerManager"
+BOOTSTRAP_QUEUE = "sglang.srt.disaggregation.prefill.PrefillBootstrapQueue"
+PREFILL_MIXIN = "sglang.srt.disaggregation.prefill.SchedulerDisaggregationPrefillMixin"
+REQ_INPUT = "sglang.srt.managers.io_struct.TokenizedGenerateReqInput"
+DECODE_REQUEST = "sglang.srt.disaggregation.decode.DecodeRequest"
+MODEL_CONFIG = "sglang.srt.configs.model_config.ModelConfig"
+RESULTS = "sglang.srt.managers.scheduler_components.batch_result_processor.SchedulerBatchResultProcessor"
+STREAMER = "sglang.srt.managers.scheduler_components.output_streamer.SchedulerOutputStreamer"
+TRANSFER_QUEUE = "sglang.srt.disaggregation.decode.DecodeTransferQueue"
+BOOTSTRAP_SERVER = "sglang.srt.disaggregation.common.conn.CommonKVBootstrapServer"
+DISAGG_UTILS = "sglang.srt.disaggregation.utils"
 
+ROLES = ("prefill", "relay", "main")
+SENDERS = ("prefill", "pace")
+
+
+def _hook(owner: str, name: str, signature: str, hook: Hook, by: str, why: str, **more: Any) -> Entry:
+    """We hook it."""
+    return Entry(f"{owner}.{name}", more.pop("kind", "method"), why, signature, hook=hook, by=by, **more)
+
+
+def _calls(owner: str, name: str, signature: str, why: str, **more: Any) -> Entry:
+    """We call it, or are called by it."""
+    return Entry(f"{owner}.{name}", more.pop("kind", "method"), why, signature, **more)
+
+
+def _uses(owner: str, names: str, why: str, **more: Any) -> list[Entry]:
+    """We read or set these; they need only exist."""
+    kind = more.pop("kind", "attribute")
+    return [Entry(f"{owner}.{name}", kind, why, **more) for name in names.split()]
+
+
+# fmt: off
 ENTRIES: tuple[Entry, ...] = (
-    # Flags: server_args.py
-    Entry(
-        f"{_SERVER_ARGS}.add_cli_args",
-        "function",
-        "adds the flags --pdd-*",
+    # --- Flags: server_args.py
+    _hook(
+        SERVER_ARGS, "add_cli_args",
         "(parser)",
-        process="launcher",
-        hook="after",
-        by="server_args:add_flags",
+        "after", "server_args:add_flags", "adds the flags --pdd-*", process="launcher", kind="function",
     ),
-    Entry(
-        f"{_SERVER_ARGS}.from_cli_args",
-        "classmethod",
-        "takes our flags off the namespace, sets the stock flags that a role implies",
+    _hook(
+        SERVER_ARGS, "from_cli_args",
         "(cls, args)",
-        process="launcher",
-        hook="before",
-        by="server_args:take_flags",
+        "before", "server_args:take_flags", "takes our flags off the namespace, sets the stock flags that a role implies", process="launcher", kind="classmethod",
     ),
-    Entry(
-        f"{_SERVER_ARGS}.resolve_once",
-        "method",
-        "when SGLang has resolved its arguments, refuses what PDD cannot serve",
+    _hook(
+        SERVER_ARGS, "resolve_once",
         "(self)",
-        process="launcher",
-        hook="after",
-        by="server_args:check_resolved",
+        "after", "server_args:check_resolved", "when SGLang has resolved its arguments, refuses what PDD cannot serve", process="launcher",
     ),
-    Entry(
-        "sglang.srt.arg_groups.overrides.resolving_view",
-        "function",
-        "resolved arguments",
+    _calls(
+        "sglang.srt.arg_groups.overrides", "resolving_view",
         "(server_args)",
-        process="launcher",
+        "resolved arguments", process="launcher", kind="function",
     ),
-    Entry(
-        "sglang.srt.arg_groups.overrides.model_config_of",
-        "function",
-        "the model's kind",
+    _calls(
+        "sglang.srt.arg_groups.overrides", "model_config_of",
         "(server_args)",
-        process="launcher",
+        "the model's kind", process="launcher", kind="function",
     ),
-    Entry(
-        "sglang.srt.mem_cache.kv_cache_builder.uses_ssm_state",
-        "function",
-        "the model's kind",
+    _calls(
+        "sglang.srt.mem_cache.kv_cache_builder", "uses_ssm_state",
         "(model_config)",
-        process="launcher",
+        "the model's kind", process="launcher", kind="function",
     ),
-    *(
-        Entry(f"{_SERVER_ARGS}.{name}", "field", "read, implied or refused", process="launcher")
-        for name in ["attn_cp_size", "attn_dp_size", "dcp_size", "decoupled_spec_role", "disable_radix_cache", "disaggregation_decode_allocation_policy", "disaggregation_decode_enable_offload_kvcache", "disaggregation_decode_enable_radix_cache", "disaggregation_decode_host_receive_threshold", "disaggregation_mode", "disaggregation_transfer_backend", "dp_size", "dwdp_size", "enable_dp_attention", "enable_hierarchical_cache", "enable_hisparse", "enable_kv_cache_sharding", "enable_lmcache", "enable_lora", "enable_pd_role_switch", "enable_pdmux", "enable_unified_memory", "encoder_only", "grpc_mode", "host", "language_only", "lora_paths", "nnodes", "optimistic_prefill_attempts", "pp_size", "radix_cache_backend", "smg_grpc_mode", "speculative_algorithm", "tokenizer_worker_num", "tp_size", "use_ray"]
+    *_uses(
+        SERVER_ARGS,
+        "attn_cp_size attn_dp_size dcp_size decoupled_spec_role disable_radix_cache "
+        "disaggregation_decode_allocation_policy disaggregation_decode_enable_offload_kvcache disaggregation_enable_kv_checksum "
+        "disaggregation_decode_enable_radix_cache disaggregation_decode_host_receive_threshold "
+        "disaggregation_mode disaggregation_transfer_backend dp_size dwdp_size enable_dp_attention "
+        "enable_hierarchical_cache enable_hisparse enable_kv_cache_sharding enable_lmcache enable_lora "
+        "enable_pd_role_switch enable_pdmux enable_unified_memory encoder_only grpc_mode host language_only "
+        "lora_paths nnodes optimistic_prefill_attempts pp_size radix_cache_backend smg_grpc_mode "
+        "speculative_algorithm tokenizer_worker_num tp_size use_ray",
+        "read, implied or refused", process="launcher", kind="field",
     ),
-    *(
-        Entry(f"sglang.srt.configs.model_config.{name}", "function", "the model's kind", "(config)", process="launcher")
-        for name in ("is_deepseek_dsa", "is_minimax_sparse")
+    _calls(
+        "sglang.srt.configs.model_config", "is_deepseek_dsa",
+        "(config)",
+        "the model's kind", process="launcher", kind="function",
     ),
-    *(
-        Entry(
-            f"sglang.srt.configs.model_config.ModelConfig.{name}", "attribute", "the model's kind", process="launcher"
-        )
-        for name in ("hf_config", "is_encoder_decoder", "is_generation", "is_hybrid_swa", "is_multimodal")
+    _calls(
+        "sglang.srt.configs.model_config", "is_minimax_sparse",
+        "(config)",
+        "the model's kind", process="launcher", kind="function",
     ),
-    # Drain and discovery of a prefill: bootstrap.py
-    Entry(
-        "sglang.srt.disaggregation.common.conn.CommonKVBootstrapServer._setup_routes",
-        "method",
-        "publishes this prefill's PDD endpoint at GET /pdd",
+    *_uses(
+        MODEL_CONFIG,
+        "hf_config is_encoder_decoder is_generation is_hybrid_swa is_multimodal",
+        "the model's kind", process="launcher",
+    ),
+    _calls(
+        REGISTRY, "register",
+        "(cls, target, hook, hook_type=..., *, source=None)",
+        "registers hooks", kind="classmethod",
+    ),
+    _calls(REGISTRY, "apply_hooks", "(cls)", "is watched: our hooks must be in place after it", kind="classmethod"),
+    _calls(REGISTRY, "_apply_target", "(cls, target, hooks)", "puts a hook on a patched target", kind="classmethod"),
+    *_uses(REGISTRY, "_patched", "names patched targets"),
+    *_uses(
+        "sglang.srt.platforms.cpu",
+        "CpuDeviceMixin",
+        "the CPU platform derives from it or is made of it", kind="class",
+    ),
+    *_uses(
+        "sglang.srt.platforms.device_mixin",
+        "PlatformEnum",
+        "the CPU platform derives from it or is made of it", kind="class",
+    ),
+    *_uses(
+        "sglang.srt.platforms.interface",
+        "PlatformCapabilities SRTPlatform",
+        "the CPU platform derives from it or is made of it", kind="class",
+    ),
+    _calls(
+        "sglang.srt.platforms.interface.SRTPlatform", "apply_server_args_defaults",
+        "(self, server_args)",
+        "the CPU platform's defaults",
+    ),
+    *_uses(
+        SERVER_ARGS,
+        "attention_backend dtype disaggregation_decode_retraction_backup",
+        "has a default of the CPU platform's", process="launcher", kind="field",
+    ),
+
+    # --- P: discovery and drain: bootstrap.py
+    _hook(
+        BOOTSTRAP_SERVER, "_setup_routes",
         "(self)",
-        roles=("prefill",),
-        process="launcher",
-        hook="after",
-        by="bootstrap:add_route",
+        "after", "bootstrap:add_route", "publishes this prefill's PDD endpoint at GET /pdd", roles=("prefill",), process="launcher",
     ),
-    Entry(
-        "sglang.srt.disaggregation.common.conn.CommonKVBootstrapServer.app",
-        "attribute",
-        "the aiohttp application that gets the route",
-        roles=("prefill",),
-        process="launcher",
+    *_uses(
+        BOOTSTRAP_SERVER,
+        "app",
+        "the aiohttp application that gets the route", roles=("prefill",), process="launcher",
     ),
-    Entry(
-        "sglang.srt.managers.tokenizer_manager.TokenizerManager.sigterm_watchdog",
-        "method",
-        "holds back the shutdown while KV copies are in flight",
+    _hook(
+        TOKENIZER_MANAGER, "sigterm_watchdog",
         "(self)",
-        roles=("prefill",),
-        process="launcher",
-        hook="around",
-        by="bootstrap:finish_copies",
+        "around", "bootstrap:finish_copies", "holds back the shutdown while KV copies are in flight", roles=("prefill",), process="launcher",
     ),
-    *(
-        Entry(
-            f"sglang.srt.managers.tokenizer_manager.TokenizerManager.{name}",
-            "attribute",
-            "read while holding back the shutdown",
-            roles=("prefill",),
-            process="launcher",
-        )
-        for name in ("gracefully_exit", "rid_to_state", "server_status")
+    *_uses(
+        TOKENIZER_MANAGER,
+        "gracefully_exit rid_to_state server_status",
+        "read while holding back the shutdown", roles=("prefill",), process="launcher",
     ),
-    Entry(
-        "sglang.srt.managers.tokenizer_manager.ServerStatus.UnHealthy",
-        "attribute",
-        "an unhealthy server exits at once",
-        roles=("prefill",),
-        process="launcher",
+    *_uses(
+        "sglang.srt.managers.tokenizer_manager.ServerStatus",
+        "UnHealthy",
+        "an unhealthy server exits at once", roles=("prefill",), process="launcher",
     ),
-    # Commands into the scheduler: ingress.py
-    Entry(
-        "sglang.srt.managers.scheduler.Scheduler.init_internal_state",
-        "method",
-        "the scheduler is complete: PDD starts",
+
+    # --- Commands into the scheduler, state out: ingress.py
+    _hook(
+        SCHEDULER, "init_internal_state",
         "(self)",
-        roles=("prefill", "relay", "main"),
-        hook="after",
-        by="ingress:start",
+        "after", "ingress:start", "the scheduler is complete: PDD starts", roles=ROLES,
     ),
-    Entry(
-        "sglang.srt.managers.scheduler_components.request_receiver.SchedulerRequestReceiver._pull_raw_reqs",
-        "method",
-        "commands ride with the requests that rank 0 pulls",
+    _hook(
+        "sglang.srt.managers.scheduler_components.request_receiver.SchedulerRequestReceiver", "_pull_raw_reqs",
         "(self)",
-        roles=("prefill", "relay", "main"),
-        hook="after",
-        by="ingress:pull",
+        "after", "ingress:pull", "commands ride with the requests that rank 0 pulls", roles=ROLES,
     ),
-    Entry(
-        "sglang.srt.managers.scheduler.Scheduler.get_internal_state",
-        "method",
-        "PDD's part of /get_server_info",
+    _hook(
+        SCHEDULER, "get_internal_state",
         "(self, recv_req)",
-        roles=("prefill", "relay", "main"),
-        hook="after",
-        by="ingress:internal_state",
+        "after", "ingress:internal_state", "PDD's part of /get_server_info", roles=ROLES,
     ),
-    Entry("sglang.utils.TypeBasedDispatcher", "class", "dispatches our commands", roles=("prefill", "relay", "main")),
-    Entry(
-        "sglang.srt.managers.scheduler.Scheduler._request_dispatcher",
-        "attribute",
-        "read by the seams",
-        roles=("prefill", "relay", "main"),
+    *_uses("sglang.utils", "TypeBasedDispatcher", "dispatches our commands", roles=ROLES, kind="class"),
+    *_uses(
+        SCHEDULER,
+        "_request_dispatcher idle_sleeper tree_cache token_to_kv_pool_allocator max_total_num_tokens "
+        "model_config tokenizer tp_worker metrics_reporter",
+        "read by the seams", roles=ROLES,
     ),
-    Entry(
-        "sglang.srt.managers.scheduler.Scheduler.idle_sleeper",
-        "attribute",
-        "read by the seams",
-        roles=("prefill", "relay", "main"),
-    ),
-    Entry(
-        "sglang.srt.managers.scheduler.Scheduler.tree_cache",
-        "attribute",
-        "read by the seams",
-        roles=("prefill", "relay", "main"),
-    ),
-    Entry(
-        "sglang.srt.managers.scheduler.Scheduler.token_to_kv_pool_allocator",
-        "attribute",
-        "read by the seams",
-        roles=("prefill", "relay", "main"),
-    ),
-    Entry(
-        "sglang.srt.managers.scheduler.Scheduler.max_total_num_tokens",
-        "attribute",
-        "read by the seams",
-        roles=("prefill", "relay", "main"),
-    ),
-    Entry(
-        "sglang.srt.managers.scheduler.Scheduler.model_config",
-        "attribute",
-        "read by the seams",
-        roles=("prefill", "relay", "main"),
-    ),
-    Entry(
-        "sglang.srt.managers.scheduler.Scheduler.tokenizer",
-        "attribute",
-        "read by the seams",
-        roles=("prefill", "relay", "main"),
-    ),
-    Entry(
-        "sglang.srt.managers.scheduler.Scheduler.tp_worker",
-        "attribute",
-        "read by the seams",
-        roles=("prefill", "relay", "main"),
-    ),
-    Entry(
-        "sglang.srt.managers.scheduler.Scheduler.metrics_reporter",
-        "attribute",
-        "read by the seams",
-        roles=("prefill", "relay", "main"),
-    ),
-    # P: prefill.py
-    Entry(
-        "sglang.srt.disaggregation.prefill.PrefillBootstrapQueue._process_req",
-        "method",
-        "keeps the sampling parameters that P is about to shorten",
+
+    # --- P: prefill.py
+    _hook(
+        BOOTSTRAP_QUEUE, "_process_req",
         "(self, req)",
-        roles=("prefill",),
-        hook="before",
-        by="prefill:keep_sampling",
+        "before", "prefill:keep_sampling", "keeps the sampling parameters that P is about to shorten", roles=("prefill",),
     ),
-    Entry(
-        "sglang.srt.disaggregation.prefill.PrefillBootstrapQueue.finalize_bootstrap",
-        "method",
-        "MD has said what it holds: relay or not",
+    _hook(
+        BOOTSTRAP_QUEUE, "finalize_bootstrap",
         "(self, req)",
-        roles=("prefill",),
-        hook="after",
-        by="prefill:after_bootstrap",
+        "after", "prefill:after_bootstrap", "MD has said what it holds: relay or not", roles=("prefill",),
     ),
-    Entry(
-        "sglang.srt.disaggregation.prefill.PrefillBootstrapQueue._num_pages_to_send",
-        "method",
-        "size of the second copy",
+    _calls(
+        BOOTSTRAP_QUEUE, "_num_pages_to_send",
         "(self, req, decode_prefix_len)",
-        roles=("prefill",),
+        "size of the second copy", roles=("prefill",),
     ),
-    Entry(
-        "sglang.srt.disaggregation.prefill.SchedulerDisaggregationPrefillMixin._send_kv_chunk",
-        "method",
-        "first token, second copy, early end of the HTTP response",
+    _hook(
+        PREFILL_MIXIN, "_send_kv_chunk",
         "(self, req, last_chunk=False, end_idx=None)",
-        roles=("prefill",),
-        hook="around",
-        by="prefill:send_kv_chunk",
+        "around", "prefill:send_kv_chunk", "first token, second copy, early end of the HTTP response", roles=("prefill",),
     ),
-    Entry(
-        "sglang.srt.disaggregation.prefill.SchedulerDisaggregationPrefillMixin.process_disagg_prefill_inflight_queue",
-        "method",
-        "once a step: the relays' progress",
+    _hook(
+        PREFILL_MIXIN, "process_disagg_prefill_inflight_queue",
         "(self, rids_to_check=None)",
-        roles=("prefill",),
-        hook="around",
-        by="prefill:inflight_queue",
+        "around", "prefill:inflight_queue", "once a step: the relays' progress", roles=("prefill",),
     ),
-    Entry(
-        "sglang.srt.disaggregation.utils.poll_and_all_reduce_attn_cp_tp_group",
-        "function",
-        "all ranks see the same state of a copy",
+    _calls(
+        DISAGG_UTILS, "poll_and_all_reduce_attn_cp_tp_group",
         "(pollers, attn_cp_cpu_group, attn_tp_cpu_group)",
-        roles=("prefill",),
+        "all ranks see the same state of a copy", roles=("prefill",), kind="function",
     ),
-    Entry(
-        "sglang.srt.disaggregation.utils.get_kv_class",
-        "function",
-        "the sender's class",
+    _calls(
+        DISAGG_UTILS, "get_kv_class",
         "(transfer_backend, class_type)",
-        roles=("prefill",),
+        "the sender's class", roles=("prefill",), kind="function",
     ),
-    Entry(
-        "sglang.srt.disaggregation.utils.is_aborted",
-        "function",
-        "an aborted request needs no relay",
+    _calls(
+        DISAGG_UTILS, "is_aborted",
         "(req)",
-        roles=("prefill",),
+        "an aborted request needs no relay", roles=("prefill",), kind="function",
     ),
-    Entry(
-        "sglang.srt.disaggregation.common.conn.CommonKVSender.__init__",
-        "method",
-        "a second sender for the relay",
+    _calls(
+        SENDER, "__init__",
         "(self, mgr, bootstrap_addr, bootstrap_room, req_has_disagg_prefill_dp_rank=False)",
-        roles=("prefill",),
+        "a second sender for the relay", roles=("prefill",),
     ),
-    Entry(
-        "sglang.srt.disaggregation.common.conn.CommonKVSender.init",
-        "method",
-        "drives the second copy",
-        "(self, num_kv_indices, aux_index=None)",
-        roles=("prefill",),
+    *_uses(SENDER, "_early_send_wait_event", "the relay waits for the same writes", roles=("prefill",)),
+    _calls(SENDER, "init", "(self, num_kv_indices, aux_index=None)", "drives the second copy", roles=("prefill",)),
+    _calls(SENDER, "pop_decode_prefix_len", "(self)", "drives the second copy", roles=("prefill",)),
+    _calls(SENDER, "poll", "(self)", "drives the second copy", roles=("prefill",)),
+    _calls(SENDER, "abort", "(self)", "drives the second copy", roles=("prefill",)),
+    _calls(SENDER, "clear", "(self)", "drives the second copy", roles=("prefill",)),
+    *_uses(
+        SCHEDULER,
+        "disagg_prefill_bootstrap_queue disagg_prefill_inflight_queue req_to_metadata_buffer_idx_allocator "
+        "attn_cp_cpu_group attn_tp_cpu_group output_streamer",
+        "read by P's seam", roles=("prefill",),
     ),
-    Entry(
-        "sglang.srt.disaggregation.common.conn.CommonKVSender.pop_decode_prefix_len",
-        "method",
-        "drives the second copy",
-        "(self)",
-        roles=("prefill",),
-    ),
-    Entry(
-        "sglang.srt.disaggregation.common.conn.CommonKVSender.poll",
-        "method",
-        "drives the second copy",
-        "(self)",
-        roles=("prefill",),
-    ),
-    Entry(
-        "sglang.srt.disaggregation.common.conn.CommonKVSender.abort",
-        "method",
-        "drives the second copy",
-        "(self)",
-        roles=("prefill",),
-    ),
-    Entry(
-        "sglang.srt.disaggregation.common.conn.CommonKVSender.clear",
-        "method",
-        "drives the second copy",
-        "(self)",
-        roles=("prefill",),
-    ),
-    Entry(
-        "sglang.srt.managers.scheduler.Scheduler.disagg_prefill_bootstrap_queue",
-        "attribute",
-        "read by P's seam",
-        roles=("prefill",),
-    ),
-    Entry(
-        "sglang.srt.managers.scheduler.Scheduler.disagg_prefill_inflight_queue",
-        "attribute",
-        "read by P's seam",
-        roles=("prefill",),
-    ),
-    Entry(
-        "sglang.srt.managers.scheduler.Scheduler.req_to_metadata_buffer_idx_allocator",
-        "attribute",
-        "read by P's seam",
-        roles=("prefill",),
-    ),
-    Entry(
-        "sglang.srt.managers.scheduler.Scheduler.attn_cp_cpu_group", "attribute", "read by P's seam", roles=("prefill",)
-    ),
-    Entry(
-        "sglang.srt.managers.scheduler.Scheduler.attn_tp_cpu_group", "attribute", "read by P's seam", roles=("prefill",)
-    ),
-    Entry(
-        "sglang.srt.managers.scheduler.Scheduler.output_streamer", "attribute", "read by P's seam", roles=("prefill",)
-    ),
-    # P: mooncake.py
-    Entry(
-        "sglang.srt.disaggregation.mooncake.conn.MooncakeKVManager.add_transfer_request",
-        "method",
-        "a lane for each destination",
+
+    # --- P: lanes and pacing: mooncake.py
+    _hook(
+        MOONCAKE, "add_transfer_request",
         "(self, bootstrap_room, kv_indices, index_slice, is_last_chunk, aux_index=None, state_indices=None, num_kv_tokens=None, *, wait_event=None, indices_event=None, trace_ctx=None)",
-        roles=("prefill", "pace"),
-        hook="around",
-        by="mooncake:add_transfer_request",
+        "around", "mooncake:add_transfer_request", "a lane for each destination", roles=SENDERS,
     ),
-    Entry(
-        "sglang.srt.disaggregation.mooncake.conn.MooncakeKVManager._transfer_data",
-        "method",
-        "pacing and cancellation",
+    _hook(
+        MOONCAKE, "_transfer_data",
         "(self, mooncake_session_id, transfer_blocks)",
-        roles=("prefill", "pace"),
-        hook="around",
-        by="mooncake:transfer_data",
+        "around", "mooncake:transfer_data", "pacing and cancellation", roles=SENDERS,
     ),
-    Entry(
-        "sglang.srt.disaggregation.mooncake.conn.MooncakeKVManager.transfer_worker",
-        "method",
-        "a lane's worker",
+    _calls(
+        MOONCAKE, "transfer_worker",
         "(self, queue, executor, staging_buffer=None, worker_index=0)",
-        roles=("prefill", "pace"),
+        "a lane's worker", roles=SENDERS,
     ),
-    Entry(
-        "sglang.srt.disaggregation.mooncake.conn.MooncakeKVManager.transfer_queues",
-        "attribute",
-        "read by lanes and seams",
-        roles=("prefill", "pace"),
+    *_uses(
+        MOONCAKE,
+        "transfer_queues transfer_infos request_status failure_records kv_item_lens_sum",
+        "read by lanes and seams", roles=SENDERS,
     ),
-    Entry(
-        "sglang.srt.disaggregation.mooncake.conn.MooncakeKVManager.transfer_infos",
-        "attribute",
-        "read by lanes and seams",
-        roles=("prefill", "pace"),
+    *_uses("sglang.srt.disaggregation.common.utils", "FastQueue", "a lane is one", roles=SENDERS, kind="class"),
+    *_uses(
+        "sglang.srt.disaggregation.mooncake.conn.MooncakeKVSender",
+        "supports_host_tensor_indices",
+        "the CPU platform sets it False", roles=SENDERS,
     ),
-    Entry(
-        "sglang.srt.disaggregation.mooncake.conn.MooncakeKVManager.request_status",
-        "attribute",
-        "read by lanes and seams",
-        roles=("prefill", "pace"),
-    ),
-    Entry(
-        "sglang.srt.disaggregation.mooncake.conn.MooncakeKVManager.failure_records",
-        "attribute",
-        "read by lanes and seams",
-        roles=("prefill", "pace"),
-    ),
-    Entry(
-        "sglang.srt.disaggregation.mooncake.conn.MooncakeKVManager.kv_item_lens_sum",
-        "attribute",
-        "read by lanes and seams",
-        roles=("prefill", "pace"),
-    ),
-    Entry("sglang.srt.disaggregation.common.utils.FastQueue", "class", "a lane is one", roles=("prefill", "pace")),
-    Entry(
-        "sglang.srt.disaggregation.mooncake.conn.MooncakeKVSender.supports_host_tensor_indices",
-        "attribute",
-        "the CPU platform sets it False",
-        roles=("prefill", "pace"),
-    ),
-    Entry(
-        "sglang.srt.managers.scheduler.Scheduler._release_aborted_request",
-        "method",
-        "an aborted request gets no relay any more",
+
+    # --- P: prefill.py
+    _hook(
+        SCHEDULER, "_release_aborted_request",
         "(self, req)",
-        roles=("prefill",),
-        hook="after",
-        by="prefill:aborted_released",
+        "after", "prefill:aborted_released", "an aborted request gets no relay any more", roles=("prefill",),
     ),
-    # RLD: relay.py
-    Entry(
-        "sglang.srt.managers.scheduler.Scheduler.handle_generate_request",
-        "method",
-        "a relayed request comes in",
+    _calls(
+        SCHEDULER, "handle_generate_request",
         "(self, recv_req, *, mm_input_error=None)",
-        roles=("relay",),
+        "a relayed request comes in", roles=("relay",),
     ),
-    Entry(
-        "sglang.srt.managers.scheduler.Scheduler.abort_request",
-        "method",
-        "a relayed request is stopped",
-        "(self, recv_req)",
-        roles=("relay",),
-    ),
-    Entry(
-        "sglang.srt.managers.scheduler_components.output_streamer.SchedulerOutputStreamer.stream_output",
-        "method",
-        "relayed tokens go to MD",
+    _calls(SCHEDULER, "abort_request", "(self, recv_req)", "a relayed request is stopped", roles=("relay",)),
+
+    # --- RLD: relay.py
+    _hook(
+        STREAMER, "stream_output",
         "(self, reqs, return_logprob, skip_req=None)",
-        roles=("relay",),
-        hook="around",
-        by="relay:stream_output",
+        "around", "relay:stream_output", "relayed tokens go to MD", roles=("relay",),
     ),
-    Entry(
-        "sglang.srt.managers.scheduler.Scheduler.send_abort_output",
-        "method",
-        "nobody waits for a stopped relay's output",
+    _hook(
+        SCHEDULER, "send_abort_output",
         "(self, abort_req, req)",
-        roles=("relay",),
-        hook="around",
-        by="relay:abort_output",
+        "around", "relay:abort_output", "nobody waits for a stopped relay's output", roles=("relay",),
     ),
-    Entry(
-        "sglang.srt.managers.io_struct.TokenizedGenerateReqInput.rid",
-        "field",
-        "a relayed request is made of these",
-        roles=("relay",),
+    *_uses(
+        REQ_INPUT,
+        "rid input_text input_ids input_embeds mm_inputs token_type_ids sampling_params return_logprob "
+        "logprob_start_len top_logprobs_num token_ids_logprob stream bootstrap_host bootstrap_port "
+        "bootstrap_room",
+        "a relayed request is made of these", roles=("relay",), kind="field",
     ),
-    Entry(
-        "sglang.srt.managers.io_struct.TokenizedGenerateReqInput.input_text",
-        "field",
-        "a relayed request is made of these",
-        roles=("relay",),
-    ),
-    Entry(
-        "sglang.srt.managers.io_struct.TokenizedGenerateReqInput.input_ids",
-        "field",
-        "a relayed request is made of these",
-        roles=("relay",),
-    ),
-    Entry(
-        "sglang.srt.managers.io_struct.TokenizedGenerateReqInput.input_embeds",
-        "field",
-        "a relayed request is made of these",
-        roles=("relay",),
-    ),
-    Entry(
-        "sglang.srt.managers.io_struct.TokenizedGenerateReqInput.mm_inputs",
-        "field",
-        "a relayed request is made of these",
-        roles=("relay",),
-    ),
-    Entry(
-        "sglang.srt.managers.io_struct.TokenizedGenerateReqInput.token_type_ids",
-        "field",
-        "a relayed request is made of these",
-        roles=("relay",),
-    ),
-    Entry(
-        "sglang.srt.managers.io_struct.TokenizedGenerateReqInput.sampling_params",
-        "field",
-        "a relayed request is made of these",
-        roles=("relay",),
-    ),
-    Entry(
-        "sglang.srt.managers.io_struct.TokenizedGenerateReqInput.return_logprob",
-        "field",
-        "a relayed request is made of these",
-        roles=("relay",),
-    ),
-    Entry(
-        "sglang.srt.managers.io_struct.TokenizedGenerateReqInput.logprob_start_len",
-        "field",
-        "a relayed request is made of these",
-        roles=("relay",),
-    ),
-    Entry(
-        "sglang.srt.managers.io_struct.TokenizedGenerateReqInput.top_logprobs_num",
-        "field",
-        "a relayed request is made of these",
-        roles=("relay",),
-    ),
-    Entry(
-        "sglang.srt.managers.io_struct.TokenizedGenerateReqInput.token_ids_logprob",
-        "field",
-        "a relayed request is made of these",
-        roles=("relay",),
-    ),
-    Entry(
-        "sglang.srt.managers.io_struct.TokenizedGenerateReqInput.stream",
-        "field",
-        "a relayed request is made of these",
-        roles=("relay",),
-    ),
-    Entry(
-        "sglang.srt.managers.io_struct.TokenizedGenerateReqInput.bootstrap_host",
-        "field",
-        "a relayed request is made of these",
-        roles=("relay",),
-    ),
-    Entry(
-        "sglang.srt.managers.io_struct.TokenizedGenerateReqInput.bootstrap_port",
-        "field",
-        "a relayed request is made of these",
-        roles=("relay",),
-    ),
-    Entry(
-        "sglang.srt.managers.io_struct.TokenizedGenerateReqInput.bootstrap_room",
-        "field",
-        "a relayed request is made of these",
-        roles=("relay",),
-    ),
-    # MD: main.py
-    Entry(
-        "sglang.srt.disaggregation.decode.DecodePreallocQueue._send_kv_metadata",
-        "method",
-        "P may answer from now on",
+
+    # --- MD: main.py
+    _hook(
+        "sglang.srt.disaggregation.decode.DecodePreallocQueue", "_send_kv_metadata",
         "(self, decode_req, kv_indices, page_size, state_indices=None, **metadata_kwargs)",
-        roles=("main",),
-        hook="after",
-        by="main:metadata_sent",
+        "after", "main:metadata_sent", "P may answer from now on", roles=("main",),
     ),
-    Entry(
-        "sglang.srt.disaggregation.decode.DecodeTransferQueue._commit_transfer_to_req",
-        "method",
-        "the KV has landed",
+    _hook(
+        TRANSFER_QUEUE, "_commit_transfer_to_req",
         "(self, decode_req)",
-        roles=("main",),
-        hook="around",
-        by="main:commit_transfer",
+        "around", "main:commit_transfer", "the KV has landed", roles=("main",),
     ),
-    Entry(
-        "sglang.srt.disaggregation.decode.DecodeTransferQueue.pop_transferred",
-        "method",
-        "transfers that ended otherwise",
+    _hook(
+        TRANSFER_QUEUE, "pop_transferred",
         "(self, rids_to_check=None)",
-        roles=("main",),
-        hook="after",
-        by="main:after_transfers",
+        "after", "main:after_transfers", "transfers that ended otherwise", roles=("main",),
     ),
-    Entry(
-        "sglang.srt.disaggregation.decode.SchedulerDisaggregationDecodeMixin.get_next_disagg_decode_batch_to_run",
-        "method",
-        "the extend pass",
+    _hook(
+        "sglang.srt.disaggregation.decode.SchedulerDisaggregationDecodeMixin", "get_next_disagg_decode_batch_to_run",
         "(self, running_batch)",
-        roles=("main",),
-        hook="around",
-        by="main:next_batch",
+        "around", "main:next_batch", "the extend pass", roles=("main",),
     ),
-    Entry(
-        "sglang.srt.managers.scheduler_components.batch_result_processor.SchedulerBatchResultProcessor.process_batch_result_prefill",
-        "method",
-        "an extend pass is done",
+    _hook(
+        RESULTS, "process_batch_result_prefill",
         "(self, batch, result)",
-        roles=("main",),
-        hook="after",
-        by="main:extend_processed",
+        "after", "main:extend_processed", "an extend pass is done", roles=("main",),
     ),
-    Entry(
-        "sglang.srt.managers.scheduler_components.output_streamer.SchedulerOutputStreamer.stream_output",
-        "method",
-        "an answer is complete",
+    _hook(
+        STREAMER, "stream_output",
         "(self, reqs, return_logprob, skip_req=None)",
-        roles=("main",),
-        hook="after",
-        by="main:output_streamed",
+        "after", "main:output_streamed", "an answer is complete", roles=("main",),
     ),
-    Entry(
-        "sglang.srt.managers.scheduler.Scheduler.send_abort_output",
-        "method",
-        "an answer will never be complete",
+    _hook(
+        SCHEDULER, "send_abort_output",
         "(self, abort_req, req)",
-        roles=("main",),
-        hook="after",
-        by="main:abort_sent",
+        "after", "main:abort_sent", "an answer will never be complete", roles=("main",),
     ),
-    Entry(
-        "sglang.srt.managers.schedule_batch.ScheduleBatch.init_new",
-        "classmethod",
-        "the extend batch",
+    _calls(
+        BATCH, "init_new",
         "(cls, reqs, req_to_token_pool, token_to_kv_pool_allocator, tree_cache, model_config, enable_overlap, spec_algorithm, chunked_req=None, dllm_config=None)",
-        roles=("main",),
+        "the extend batch", roles=("main",), kind="classmethod",
     ),
-    Entry(
-        "sglang.srt.managers.schedule_batch.ScheduleBatch.prepare_for_extend",
-        "method",
-        "the extend batch",
-        "(self)",
-        roles=("main",),
-    ),
-    Entry(
-        "sglang.srt.managers.schedule_batch.ScheduleBatch.merge_batch",
-        "method",
-        "the extend batch",
-        "(self, other)",
-        roles=("main",),
-    ),
-    Entry(
-        "sglang.srt.managers.schedule_batch.ScheduleBatch.filter_batch",
-        "method",
-        "the extend batch",
+    _calls(BATCH, "prepare_for_extend", "(self)", "the extend batch", roles=("main",)),
+    _calls(BATCH, "merge_batch", "(self, other)", "the extend batch", roles=("main",)),
+    _calls(
+        BATCH, "filter_batch",
         "(self, reqs_to_exclude=None, keep_indices=None)",
-        roles=("main",),
+        "the extend batch", roles=("main",),
     ),
-    Entry(
-        "sglang.srt.managers.schedule_batch.ScheduleBatch.new_tokens_required_next_decode",
-        "method",
-        "the extend batch",
+    _calls(
+        BATCH, "new_tokens_required_next_decode",
         "(self, selected_indices=None)",
-        roles=("main",),
+        "the extend batch", roles=("main",),
     ),
-    Entry(
-        "sglang.srt.managers.schedule_batch.Req.init_next_round_input",
-        "method",
-        "an eager token becomes output",
+    _calls(
+        REQ, "init_next_round_input",
         "(self, tree_cache=None, cow_mamba=None)",
-        roles=("main",),
+        "an eager token becomes output", roles=("main",),
     ),
-    Entry(
-        "sglang.srt.managers.schedule_batch.Req.update_finish_state",
-        "method",
-        "an eager token becomes output",
+    _calls(
+        REQ, "update_finish_state",
         "(self, new_accepted_len=1)",
-        roles=("main",),
+        "an eager token becomes output", roles=("main",),
     ),
-    Entry(
-        "sglang.srt.mem_cache.common.release_kv_cache",
-        "function",
-        "an answer that is complete before its extend pass",
+    _calls(
+        "sglang.srt.mem_cache.common", "release_kv_cache",
         "(req, tree_cache, *, checkpoint)",
-        roles=("main",),
+        "an answer that is complete before its extend pass", roles=("main",), kind="function",
     ),
-    Entry(
-        "sglang.srt.disaggregation.common.conn.CommonKVReceiver.abort",
-        "method",
-        "an answer that is complete before its KV landed",
+    _calls(
+        "sglang.srt.disaggregation.common.conn.CommonKVReceiver", "abort",
         "(self)",
-        roles=("main",),
+        "an answer that is complete before its KV landed", roles=("main",),
     ),
-    Entry(
-        "sglang.srt.managers.scheduler_components.batch_result_processor.SchedulerBatchResultProcessor._maybe_update_reasoning_tokens",
-        "method",
-        "counts reasoning tokens",
+    _calls(
+        RESULTS, "_maybe_update_reasoning_tokens",
         "(self, req, next_token_id)",
-        roles=("main",),
+        "counts reasoning tokens", roles=("main",),
     ),
-    Entry("sglang.srt.disaggregation.decode.DecodeRequest.is_rebootstrap", "field", "a transfer", roles=("main",)),
-    Entry("sglang.srt.disaggregation.decode.DecodeRequest.kv_receiver", "field", "a transfer", roles=("main",)),
-    Entry("sglang.srt.disaggregation.decode.DecodeRequest.req", "field", "a transfer", roles=("main",)),
-    Entry("sglang.srt.disaggregation.decode.DecodeRequest.host_staged", "field", "a transfer", roles=("main",)),
-    Entry("sglang.srt.managers.schedule_batch.Req.prefix_len", "attribute", "a request's state", roles=("main",)),
-    Entry("sglang.srt.managers.schedule_batch.Req.extend_end", "attribute", "a request's state", roles=("main",)),
-    Entry(
-        "sglang.srt.managers.schedule_batch.Req.full_untruncated_fill_ids",
-        "attribute",
-        "a request's state",
-        roles=("main",),
+    *_uses(DECODE_REQUEST, "is_rebootstrap kv_receiver req host_staged", "a transfer", roles=("main",), kind="field"),
+    *_uses(
+        REQ,
+        "prefix_len extend_end full_untruncated_fill_ids already_computed _cache_breakdown_computed "
+        "logprob_start_len cached_tokens cached_tokens_device cached_tokens_host cached_tokens_storage "
+        "output_ids finished_reason finished_len send_token_offset pd_rebootstrap_forced_output_id",
+        "a request's state", roles=("main",),
     ),
-    Entry("sglang.srt.managers.schedule_batch.Req.already_computed", "attribute", "a request's state", roles=("main",)),
-    Entry(
-        "sglang.srt.managers.schedule_batch.Req._cache_breakdown_computed",
-        "attribute",
-        "a request's state",
-        roles=("main",),
-    ),
-    Entry(
-        "sglang.srt.managers.schedule_batch.Req.logprob_start_len", "attribute", "a request's state", roles=("main",)
-    ),
-    Entry("sglang.srt.managers.schedule_batch.Req.cached_tokens", "attribute", "a request's state", roles=("main",)),
-    Entry(
-        "sglang.srt.managers.schedule_batch.Req.cached_tokens_device", "attribute", "a request's state", roles=("main",)
-    ),
-    Entry(
-        "sglang.srt.managers.schedule_batch.Req.cached_tokens_host", "attribute", "a request's state", roles=("main",)
-    ),
-    Entry(
-        "sglang.srt.managers.schedule_batch.Req.cached_tokens_storage",
-        "attribute",
-        "a request's state",
-        roles=("main",),
-    ),
-    Entry("sglang.srt.managers.schedule_batch.Req.output_ids", "attribute", "a request's state", roles=("main",)),
-    Entry("sglang.srt.managers.schedule_batch.Req.finished_reason", "attribute", "a request's state", roles=("main",)),
-    Entry("sglang.srt.managers.schedule_batch.Req.finished_len", "attribute", "a request's state", roles=("main",)),
-    Entry(
-        "sglang.srt.managers.schedule_batch.Req.send_token_offset", "attribute", "a request's state", roles=("main",)
-    ),
-    Entry(
-        "sglang.srt.managers.schedule_batch.Req.pd_rebootstrap_forced_output_id",
-        "attribute",
-        "a request's state",
-        roles=("main",),
-    ),
-    Entry(
-        "sglang.srt.managers.scheduler.Scheduler.disagg_decode_transfer_queue",
-        "attribute",
-        "read by MD's seam",
-        roles=("main",),
-    ),
-    Entry(
-        "sglang.srt.managers.scheduler.Scheduler.disagg_decode_prealloc_queue",
-        "attribute",
-        "read by MD's seam",
-        roles=("main",),
-    ),
-    Entry("sglang.srt.managers.scheduler.Scheduler.last_batch", "attribute", "read by MD's seam", roles=("main",)),
-    Entry("sglang.srt.managers.scheduler.Scheduler.waiting_queue", "attribute", "read by MD's seam", roles=("main",)),
-    Entry(
-        "sglang.srt.managers.scheduler.Scheduler.req_to_token_pool", "attribute", "read by MD's seam", roles=("main",)
-    ),
-    Entry(
-        "sglang.srt.managers.scheduler.Scheduler.max_running_requests",
-        "attribute",
-        "read by MD's seam",
-        roles=("main",),
-    ),
-    Entry("sglang.srt.managers.scheduler.Scheduler.enable_overlap", "attribute", "read by MD's seam", roles=("main",)),
-    Entry("sglang.srt.managers.scheduler.Scheduler.spec_algorithm", "attribute", "read by MD's seam", roles=("main",)),
-    Entry("sglang.srt.managers.scheduler.Scheduler.dp_attn_adapter", "attribute", "read by MD's seam", roles=("main",)),
-    Entry("sglang.srt.managers.scheduler.Scheduler.schedule_stream", "attribute", "read by MD's seam", roles=("main",)),
-    Entry("sglang.srt.managers.scheduler.Scheduler.forward_stream", "attribute", "read by MD's seam", roles=("main",)),
-    Entry(
-        "sglang.srt.managers.scheduler.Scheduler.batch_result_processor",
-        "attribute",
-        "read by MD's seam",
-        roles=("main",),
+    *_uses(
+        SCHEDULER,
+        "disagg_decode_transfer_queue disagg_decode_prealloc_queue last_batch waiting_queue req_to_token_pool "
+        "max_running_requests enable_overlap spec_algorithm dp_attn_adapter schedule_stream forward_stream "
+        "batch_result_processor",
+        "read by MD's seam", roles=("main",),
     ),
 )
+# fmt: on

@@ -23,12 +23,39 @@ def limit(task: tasks.Task) -> int:
     return task.answer_tokens + 1
 
 
+@dataclass(frozen=True)
+class ChatAnswer:
+    """What the chat API answers."""
+
+    text: str
+    finish: str
+    logprobs: list[float]
+
+
+def chat(url: str, task: tasks.Task, stream: bool, max_tokens: int) -> ChatAnswer:
+    """Put a task to the chat API through the `openai` client."""
+    client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", timeout=180, max_retries=0)
+    options: dict[str, Any] = {"model": "default", "temperature": 0, "max_tokens": max_tokens, "logprobs": True}
+    messages: Any = task.chat()
+    if stream:
+        chunks = list(client.chat.completions.create(messages=messages, stream=True, **options))
+        choices = [chunk.choices[0] for chunk in chunks if chunk.choices]
+        text = "".join(choice.delta.content or "" for choice in choices)
+    else:
+        choices = [client.chat.completions.create(messages=messages, **options).choices[0]]
+        text = choices[0].message.content or ""
+    logprobs = [t.logprob for c in choices if c.logprobs for t in c.logprobs.content or []]
+    finish = next(c.finish_reason for c in reversed(choices) if c.finish_reason)
+    return ChatAnswer(text, finish, logprobs)
+
+
 @dataclass
 class Reference:
     """Answers of a single server, each computed once."""
 
     single: Running
     _answers: dict[tuple[str, int], Answer] = field(default_factory=dict)
+    _chats: dict[tuple[str, bool, int], ChatAnswer] = field(default_factory=dict)
 
     def answer(self, prompt: str, max_new_tokens: int) -> Answer:
         """What the single server says."""
@@ -36,6 +63,13 @@ class Reference:
         if key not in self._answers:
             self._answers[key] = generate(self.single.url, prompt, max_new_tokens, stream=False)
         return self._answers[key]
+
+    def chat(self, task: tasks.Task, stream: bool, max_tokens: int) -> ChatAnswer:
+        """What the single server says in the chat API."""
+        key = (task.prompt, stream, max_tokens)
+        if key not in self._chats:
+            self._chats[key] = chat(self.single.url, task, stream, max_tokens)
+        return self._chats[key]
 
 
 @dataclass
@@ -72,22 +106,12 @@ class Served:
     def chat(self, task: tasks.Task, stream: bool, max_tokens: int | None = None) -> None:
         """Put a task to the chat API through the `openai` client and check the answer."""
         room = max_tokens or limit(task)
-        client = openai.OpenAI(base_url=f"{self.cluster.url}/v1", api_key="none", timeout=180, max_retries=0)
-        options: dict[str, Any] = {"model": "default", "temperature": 0, "max_tokens": room, "logprobs": True}
-        messages: Any = task.chat()
-        if stream:
-            chunks = list(client.chat.completions.create(messages=messages, stream=True, **options))
-            choices = [chunk.choices[0] for chunk in chunks if chunk.choices]
-            text = "".join(choice.delta.content or "" for choice in choices)
-        else:
-            choices = [client.chat.completions.create(messages=messages, **options).choices[0]]
-            text = choices[0].message.content or ""
-        logprobs = [t.logprob for c in choices if c.logprobs for t in c.logprobs.content or []]
-        expected = self.reference.answer(task.prompt, room)
+        found = chat(self.cluster.url, task, stream, room)
+        expected = self.reference.chat(task, stream, room)
         # One word is one token, so that equal words are equal ids.
-        assert text.split() == expected.text.split() == task.answer.split()[:room]
-        assert choices[-1].finish_reason == (expected.finish or {})["type"]
-        check_logprobs(logprobs, expected.logprobs)
+        assert found.text.split() == expected.text.split() == task.answer.split()[:room]
+        assert found.finish == expected.finish
+        check_logprobs(found.logprobs, expected.logprobs)
 
     # -- observing
 

@@ -7,10 +7,13 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
-from checks import Reference, Served
-from cluster import Cluster, Running
-from flip import install_flip_plugin
-from matrix import CLUSTERS, DEFAULT, WITH_FLIP
+
+pytest.register_assert_rewrite("checks")
+
+from checks import Reference, Served  # noqa: E402
+from cluster import Cluster, Running  # noqa: E402
+from flip import install_flip_plugin  # noqa: E402
+from matrix import CLUSTERS, DEFAULT, WITH_FLIP  # noqa: E402
 
 LOGS = Path(__file__).resolve().parents[2] / "out" / "e2e"
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import tasks
 from checks import Served, limit
-from client import Answer
+from client import Answer, generate
 from cluster import MODEL
 from matrix import ANSWER_TOKENS, COLD_TOKENS
 
@@ -62,7 +62,7 @@ def test_cold_prompt_in_the_chat_api(served: Served, stream: bool) -> None:
 
 
 def test_second_turn_goes_without_relay(served: Served) -> None:
-    first = tasks.cold(next(_seeds), COLD_TOKENS, 40)
+    first = cold()
     served.ask(first)
     served.settle()
     second = tasks.follow_up(first, 1, 60, 15)
@@ -94,23 +94,23 @@ def test_stop_string_in_eager_tokens(served: Served) -> None:
     task = cold()
     word = task.answer.split()[10]
     expected = " ".join(task.answer.split()[:10])
-    from client import generate
-
     answer = generate(served.cluster.url, task.prompt, limit(task), stop=[f" {word}"])
     assert answer.text.strip() == expected
     assert answer.finish is not None and answer.finish["type"] == "stop"
 
 
 def test_twenty_at_once(served: Served) -> None:
-    history = cold(1500, 30)
+    history = cold(1500, 400)  # long enough for its KV to land
     served.ask(history)
     mixed = [cold(1500, 200) for _ in range(5)]
     mixed += [tasks.follow_up(history, i, 60, 15) for i in range(5)]
     mixed += [cold(1500, 4) for _ in range(3)]
     mixed += [cold(60, 15) for _ in range(4)]
     chats = [cold(800, 100) for _ in range(3)]
-    for task in mixed + chats:
+    for task in mixed:
         served.reference.answer(task.prompt, limit(task))
+    for i, task in enumerate(chats):
+        served.reference.chat(task, i % 2 == 0, limit(task))
     with ThreadPoolExecutor(20) as pool:
         jobs = [pool.submit(served.ask, task, stream=i % 2 == 0) for i, task in enumerate(mixed)]
         jobs += [pool.submit(served.chat, task, i % 2 == 0) for i, task in enumerate(chats)]

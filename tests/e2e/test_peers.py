@@ -78,7 +78,7 @@ def test_rubbish_in_the_middle_of_a_request(served: Served) -> None:
     with stranger(main) as at_main, stranger(prefill) as at_prefill, stranger(main) as flood:
 
         def disturb(answer: Answer) -> None:
-            if len(answer.ids) == 5 and not seen:
+            if len(answer.ids) >= 5 and not seen:
                 room = served.room(answer.rid)
                 seen.append(room)
                 forged = Tokens((Chunk(secrets.randbits(62), 0, (7, 8, 9)),))

@@ -97,7 +97,7 @@ MISTAKES = [
     (["--pdd-role", "main", "--attn-dp-size", "2"], "--attn-dp-size 2 is not supported with PDD"),
     (["--pdd-role", "prefill", "--pp-size", "2"], "--pp-size 2 is not supported with PDD"),
     (["--pdd-role", "main", "--speculative-algorithm", "NGRAM"], "--speculative-algorithm NGRAM is not supported"),
-    (["--pdd-role", "main", "--disable-radix-cache"], "--disable-radix-cache is not supported with PDD: drop it"),
+    (["--pdd-role", "main", "--disable-radix-cache"], "--disable-radix-cache contradicts --pdd-role main"),
     (["--pdd-role", "prefill", "--enable-hierarchical-cache"], "--enable-hierarchical-cache is not supported"),
     (["--pdd-role", "main", "--tokenizer-worker-num", "2"], "use --tokenizer-worker-num 1"),
     (["--pdd-role", "main", "--disaggregation-transfer-backend", "nixl"], "use --disaggregation-transfer-backend moon"),
@@ -124,6 +124,35 @@ def test_environment_that_pdd_cannot_serve(environment: dict[str, str]):
     assert done.returncode == 1
     (line,) = [line for line in done.stderr.splitlines() if line.startswith("sglang-pdd")]
     assert f"{next(iter(environment))}=1 is not supported with PDD: unset it" in line
+
+
+MODELS = """
+import sys, warnings
+warnings.simplefilter("ignore")
+from types import SimpleNamespace
+from transformers import LlamaConfig
+from sglang.srt.configs.model_config import ModelConfig
+from sglang_pdd.patches.server_args import check_model
+LlamaConfig(architectures=["LlamaForCausalLM"]).save_pretrained(sys.argv[1])
+model = ModelConfig(sys.argv[1])
+print(check_model(model))
+for name in ("is_encoder_decoder", "is_multimodal", "is_hybrid_swa"):
+    setattr(model, name, True)
+    print(check_model(model))
+    setattr(model, name, False)
+model.hf_config.architectures, model.hf_config.index_topk = ["DeepseekV32ForCausalLM"], 8
+print(check_model(model))
+"""
+
+
+def test_models_with_other_state_than_kv(tmp_path: Path):
+    done = launch(str(tmp_path), script=MODELS)
+    assert done.returncode == 0, done.stderr
+    fine, *wrong = [line for line in done.stdout.splitlines() if line == "None" or "ForCausalLM" in line]
+    assert fine == "None"
+    kinds = ("encoder-decoder", "multimodal", "sliding-window", "sparse-attention")
+    for kind, line in zip(kinds, wrong, strict=True):
+        assert kind in line and line.endswith("PDD serves models whose only state is the KV cache")
 
 
 def test_the_table_holds_for_this_sglang():

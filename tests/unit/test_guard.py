@@ -47,7 +47,7 @@ def engine(monkeypatch):
     monkeypatch.setattr(guard, "_installed", {})
     monkeypatch.setattr(HookRegistry, "_hooks", HookRegistry._hooks.__class__(list))
     monkeypatch.setattr(HookRegistry, "_patched", set())
-    monkeypatch.setattr(HookRegistry, "apply_hooks", HookRegistry.apply_hooks)
+    monkeypatch.setattr(HookRegistry, "apply_hooks", HookRegistry.__dict__["apply_hooks"])
     guard.failures.clear()
     return module
 
