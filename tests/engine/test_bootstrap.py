@@ -5,7 +5,6 @@ import json
 import os
 import subprocess
 import sys
-import time
 from enum import Enum
 from types import ModuleType, SimpleNamespace
 
