@@ -1,0 +1,132 @@
+"""Pieces of the seams that need SGLang's classes but no server."""
+
+from __future__ import annotations
+
+import threading
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from sglang.srt.disaggregation.base import KVPoll
+from sglang.srt.sampling.sampling_params import SamplingParams
+
+from sglang_pdd.patches import logprobs, mooncake, prefill
+from sglang_pdd.patches.mooncake import Lanes
+from sglang_pdd.protocol import RelayOpen, decode, encode
+
+
+class Manager:
+    """What a lane asks of SGLang's KV manager."""
+
+    def __init__(self) -> None:
+        self.request_status: dict[int, int] = {7: KVPoll.WaitingForInput}
+        self.taken: list[Any] = []
+        self.ended = threading.Event()
+
+    def transfer_worker(self, queue: Any, executor: Any, staging: Any, index: int) -> None:
+        while (chunk := queue.get()) is not None:
+            self.taken.append(chunk)
+        self.ended.set()
+
+
+def lane_in_use(rate: float | None, lan: bool = False) -> tuple[Lanes, Manager, list[tuple[int, int]]]:
+    """A lane to session ``b:1`` whose worker has a chunk of room 7 in hand; what it reports as sent."""
+    sent: list[tuple[int, int]] = []
+    lanes = Lanes(rate, lambda session: lan, lambda room, size, seconds: sent.append((room, size)))
+    manager = Manager()
+    lane = lanes.of(manager, ["b:1"])
+    lane.put(SimpleNamespace(room=7))
+    while lane.in_hand is None:
+        pass
+    return lanes, manager, sent
+
+
+BLOCKS = [(1000, 9000, 100_000), (500_000, 700_000, 50_000)]
+
+
+def test_wan_blocks_go_in_segments_and_cover_everything() -> None:
+    lanes, manager, sent = lane_in_use(rate=5e6)  # 100 kB in 20 ms
+    calls: list[list[tuple[int, int, int]]] = []
+    assert lanes.transfer(lambda m, s, blocks: calls.append(blocks) or 0, manager, "b:1", BLOCKS) == 0
+    assert [sum(n for _, _, n in call) for call in calls] == [100_000, 50_000]
+    covered = sorted((src, dst, n) for call in calls for src, dst, n in call)
+    assert sum(n for _, _, n in covered) == 150_000 and covered[0][:2] == (1000, 9000)
+    assert all(dst - src in (8000, 200_000) for src, dst, _ in covered)
+    assert sent == [(7, 100_000), (7, 50_000)]
+
+
+def test_a_cancelled_room_stops_within_a_segment_and_is_no_failure() -> None:
+    lanes, manager, sent = lane_in_use(rate=5e6)
+
+    def send(m: Manager, session: str, blocks: Any) -> int:
+        manager.request_status[7] = KVPoll.Failed
+        return 0
+
+    assert lanes.transfer(send, manager, "b:1", BLOCKS) == 0  # anything else would blacklist the session
+    assert sent == [(7, 100_000)]
+    del manager.request_status[7]
+    assert lanes.transfer(send, manager, "b:1", BLOCKS) == 0 and len(sent) == 1
+
+
+def test_an_error_of_the_engine_is_passed_on() -> None:
+    lanes, manager, sent = lane_in_use(rate=None)
+    assert lanes.transfer(lambda m, s, blocks: -1, manager, "b:1", BLOCKS) == -1
+    assert sent == [] and lanes.link(["b:1"]).backlog == 0
+
+
+def test_a_lan_session_is_neither_cut_nor_paced() -> None:
+    lanes, manager, sent = lane_in_use(rate=1.0, lan=True)
+    calls: list[Any] = []
+    assert lanes.transfer(lambda m, s, blocks: calls.append(blocks) or 0, manager, "b:1", BLOCKS) == 0
+    assert calls == [BLOCKS] and sent == []
+
+
+def test_each_destination_has_its_lane(monkeypatch: pytest.MonkeyPatch) -> None:
+    lanes, manager, _ = lane_in_use(rate=None)
+    assert lanes.of(manager, ["b:1"]) is lanes.of(manager, ["b:1"])
+    assert lanes.of(manager, ["c:1", "c:2"]) is lanes.of(manager, ["c:2", "c:1"]) is not lanes.of(manager, ["b:1"])
+    monkeypatch.setattr(mooncake, "IDLE_LANE", -1.0)
+    lanes.of(manager, ["d:1"])  # the others have been idle for too long
+    assert manager.ended.wait(5)
+    assert lanes.transfer(lambda m, s, blocks: 0, manager, "b:1", BLOCKS) == 0
+
+
+def test_sampling_parameters_survive_the_wire() -> None:
+    asked = SamplingParams(
+        max_new_tokens=77, temperature=0.5, top_p=0.9, stop=["a", "b"], stop_token_ids=[3, 1], logit_bias={"5": 1.5}
+    )
+    asked.normalize(SimpleNamespace(encode=lambda text, **options: list(text)))
+    message = RelayOpen(1, 2, "h:1", (1, 2), prefill.sampling_to_wire(asked), "tcp://m:1", "")
+    got = decode(encode(message))
+    assert isinstance(got, RelayOpen)
+    params = prefill.sampling_from_wire(dict(got.sampling))
+    for name in SamplingParams.__struct_fields__:
+        assert getattr(params, name) == pytest.approx(getattr(asked, name)), name
+
+
+@pytest.mark.parametrize("wire", [{"no_such_thing": 1}, {"temperature": "hot"}, {"max_new_tokens": [1]}])
+def test_sampling_parameters_that_are_none_are_refused(wire: dict[str, Any]) -> None:
+    with pytest.raises(Exception, match=r"unknown sampling|Expected|expected|not supported"):
+        prefill.sampling_from_wire(wire)
+
+
+def test_logprobs_go_over_and_come_back() -> None:
+    def request() -> Any:
+        fields = ("output_token_logprobs_val", "output_token_logprobs_idx", "output_top_logprobs_val")
+        state = {name: [] for name in (*fields, "output_top_logprobs_idx")}
+        return SimpleNamespace(
+            return_logprob=True, logprob=SimpleNamespace(**state, top_logprobs_num=2, token_ids_logprob=None)
+        )
+
+    source, target = request(), request()
+    for i in range(3):
+        source.logprob.output_token_logprobs_val.append(-float(i))
+        source.logprob.output_token_logprobs_idx.append(10 + i)
+        source.logprob.output_top_logprobs_val.append([-float(i), -2.0 - i])
+        source.logprob.output_top_logprobs_idx.append([10 + i, 20 + i])
+    carried = logprobs.output_logprobs(source, 1, 3)
+    for i in range(2):
+        logprobs.append_output_logprob(target, 11 + i, carried, i)
+    for name in vars(source.logprob):
+        value = getattr(source.logprob, name)
+        assert getattr(target.logprob, name) == (value[1:3] if isinstance(value, list) else value), name
