@@ -41,13 +41,13 @@ class Ask:
 
     @property
     def max_new_tokens(self) -> int:
-        """Room for the answer and the end-of-sequence token."""
-        return self.task.answer_tokens + 1
+        """Room for the answer and, if there is one, the end-of-sequence token."""
+        return self.task.answer_tokens + self.task.ends
 
 
 def asks(prompt_tokens: int, answer_tokens: int) -> list[Ask]:
     """The conversation pieces: each shows another path through the roles."""
-    cold = tasks.cold(1, prompt_tokens, answer_tokens)
+    cold = tasks.endless(1, prompt_tokens, answer_tokens, cycle=prompt_tokens // 4)
     turn = tasks.follow_up(cold, 2, 40, 20)
     short = tasks.cold(3, prompt_tokens, 8)
     small = tasks.cold(4, 60, 15)
@@ -193,7 +193,7 @@ def main() -> int:
     parser.add_argument("--model", type=Path, default=MODEL)
     parser.add_argument("--out", type=Path, default=OUT)
     parser.add_argument("--prompt-tokens", type=int, default=3500)
-    parser.add_argument("--answer-tokens", type=int, default=1160)
+    parser.add_argument("--answer-tokens", type=int, default=1800)
     parser.add_argument("--router", choices=("rust", "mini-lb"), default="rust")
     args = parser.parse_args()
     exit_on_sigterm()

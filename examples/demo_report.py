@@ -325,7 +325,7 @@ class _Lanes:
         times = [t - self.stock.sent for t in self.stock.arrivals]
         y = LANES["stock"]
         self._bar("stock", 0, times[0], "#d5d8dc")
-        wait = "nothing to see: prefill, then the KV cache crosses the WAN"
+        wait = "prefill, then the KV crosses the WAN"
         self.axes.text(times[0] / 2, y, wait, ha="center", va="center", fontsize=10, color="#424949")
         self._rug("stock", times, [COLOURS["stock"]] * len(times))
         top = y + BAR / 2

@@ -100,7 +100,7 @@ def test_stop_string_in_eager_tokens(served: Served) -> None:
 
 
 def test_twenty_at_once(served: Served) -> None:
-    history = cold(1500, 400)  # long enough for its KV to land
+    history = cold(1500, 480)  # long enough for its KV to land
     served.ask(history)
     mixed = [cold(1500, 200) for _ in range(5)]
     mixed += [tasks.follow_up(history, i, 60, 15) for i in range(5)]

@@ -101,7 +101,9 @@ def test_sampling_parameters_survive_the_wire() -> None:
     assert isinstance(got, RelayOpen)
     params = prefill.sampling_from_wire(dict(got.sampling))
     for name in SamplingParams.__struct_fields__:
-        assert getattr(params, name) == pytest.approx(getattr(asked, name)), name
+        value = getattr(asked, name)
+        close = pytest.approx(value) if isinstance(value, float) else value  # floats travel in single precision
+        assert getattr(params, name) == close, name
 
 
 @pytest.mark.parametrize("wire", [{"no_such_thing": 1}, {"temperature": "hot"}, {"max_new_tokens": [1]}])
