@@ -152,7 +152,7 @@ Message = Hello | Welcome | RelayOpen | RelayReply | Tokens | Stop | Abort | Pin
 
 def encode(message: Message) -> bytes:
     """Encode one message."""
-    data: bytes = msgpack.packb([PROTOCOL, message.code, *_pack(message)], use_bin_type=True, use_single_float=True)
+    data: bytes = msgpack.packb([PROTOCOL, message.code, *_pack(message)], use_bin_type=True)
     return data
 
 
