@@ -288,6 +288,22 @@ class Running:
         if self.spec.kind != "single":
             self.router = self._router()
             start_all([self.router], self.say)
+        if self.spec.kind == "pdd":
+            self.wait_for_peers()
+
+    def wait_for_peers(self, timeout: float = 30) -> None:
+        """Wait until every prefill knows all living relays and mains: before that it serves stock PD."""
+        expected = {"relay": sum(s.alive for s in self.relays), "main": sum(s.alive for s in self.mains)}
+        end = time.monotonic() + timeout
+        for server in self.prefills:
+            while (known := self._known_peers(server)) != expected:
+                if time.monotonic() > end:
+                    raise ServerDied(f"{server.name} knows {known}, expected {expected}\n{server.tail()}")
+                time.sleep(0.2)
+
+    def _known_peers(self, prefill: Server) -> dict[str, int]:
+        counters = self.state(prefill)["counters"]
+        return {role: int(counters.get(f"peers{{role={role}}}", 0)) for role in ("relay", "main")}
 
     def terminate(self) -> None:
         """Ask everything to end; `stop` waits for it."""
@@ -305,6 +321,7 @@ class Running:
     def restart(self, server: Server) -> None:
         """Start a server that was killed, on its old ports."""
         start_all([server], self.say)
+        self.wait_for_peers()
 
     @property
     def workers(self) -> list[Server]:

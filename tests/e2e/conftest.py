@@ -10,10 +10,12 @@ import pytest
 
 pytest.register_assert_rewrite("checks")
 
-from checks import Reference, Served  # noqa: E402
+import tasks  # noqa: E402
+from checks import Reference, Served, limit  # noqa: E402
+from client import generate  # noqa: E402
 from cluster import Cluster, Running  # noqa: E402
 from flip import install_flip_plugin  # noqa: E402
-from matrix import CLUSTERS, DEFAULT, WITH_FLIP  # noqa: E402
+from matrix import ANSWER_TOKENS, CLUSTERS, COLD_TOKENS, DEFAULT, WITH_FLIP  # noqa: E402
 
 LOGS = Path(__file__).resolve().parents[2] / "out" / "e2e"
 
@@ -44,7 +46,14 @@ class Clusters:
             if name in WITH_FLIP:
                 spec = install_flip_plugin(spec, self.folder)
             self._running = self._stack.enter_context(spec.launch(LOGS / name))
+            self._warm_up(self._running)
         return self._running
+
+    @staticmethod
+    def _warm_up(cluster: Running) -> None:
+        """The first request through each role takes seconds: not one that a test should look at."""
+        task = tasks.cold(1, COLD_TOKENS, ANSWER_TOKENS)
+        generate(cluster.url, task.prompt, limit(task), logprobs=False)
 
     def close(self) -> None:
         """Stop everything."""
