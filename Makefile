@@ -38,7 +38,7 @@ test-e2e: venv
 	$(PYTEST) tests/e2e -m "not full" --timeout 600
 
 test-full: lint
-	$(PYTEST) tests --timeout 1200
+	PDD_TEST_FULL=1 $(PYTEST) tests --timeout 1200
 
 demo: venv
 	$(PYTHON) examples/demo.py

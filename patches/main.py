@@ -93,6 +93,8 @@ class MainSeam(ingress.Seam):
         req = session.req
         if command.cached and len(command.cached) >= 4 and command.source == "P":
             _set_cached(req, command.cached)
+        if not command.ids:
+            return
         for i, token in enumerate(command.ids):
             self._append(req, token, command, i)
             if req.finished():

@@ -32,17 +32,36 @@ IDLE_LANE = 600.0  # seconds until the worker of an unused lane ends
 
 
 class Lane(FastQueue):
-    """SGLang's transfer queue of one destination; remembers which chunk its worker has in hand."""
+    """SGLang's transfer queue of one destination; remembers which chunk its worker has in hand, and what is left."""
 
     def __init__(self, link: LinkEstimate) -> None:
         super().__init__()
         self.link = link
         self.used = time.monotonic()
         self.in_hand: Any = None
+        self._left: dict[int, int] = {}  # room -> bytes queued and not sent
+        self._lock = threading.Lock()  # the scheduler queues and forgets, the worker sends
 
     def get(self) -> Any:
         self.in_hand = super().get()
         return self.in_hand
+
+    def queued(self, room: int, size: int) -> None:
+        with self._lock:
+            self._left[room] = self._left.get(room, 0) + size
+        self.link.queued(size)
+
+    def sent(self, room: int, size: int, seconds: float) -> None:
+        with self._lock:
+            known = min(size, self._left.get(room, 0))  # nothing, if it was forgotten meanwhile
+            self._left[room] = self._left.get(room, 0) - known
+        self.link.sent(size, seconds, known)
+
+    def forget(self, room: int) -> None:
+        """Whatever is left of this room will not be sent."""
+        with self._lock:
+            left = self._left.pop(room, 0)
+        self.link.dropped(left)
 
 
 class Lanes:
@@ -83,6 +102,11 @@ class Lanes:
         lane.used = time.monotonic()
         return lane
 
+    def forget(self, room: int) -> None:
+        """A room is over: nothing of it weighs on the links any more."""
+        for lane in self._lanes.values():
+            lane.forget(room)
+
     def transfer(self, original: Callable[..., int], manager: Any, session: str, blocks: list[Block]) -> int:
         """Send blocks in segments. Returns 0 also when the room was cancelled: nothing is in flight then."""
         lane = self._by_session.get(session)
@@ -93,22 +117,20 @@ class Lanes:
         def cancelled() -> bool:
             return manager.request_status.get(room, KVPoll.Failed) == KVPoll.Failed
 
-        left = sum(length for _, _, length in blocks)
         for part in segments([length for _, _, length in blocks], self._segment):
             size = sum(length for _, _, length in part)
             if cancelled() or (self._bucket is not None and not self._bucket.take(size, cancelled)):
-                lane.link.dropped(left)
+                lane.forget(room)
                 return 0
             started = time.monotonic()
             status = original(
                 manager, session, [(blocks[i][0] + offset, blocks[i][1] + offset, n) for i, offset, n in part]
             )
             if status != 0:
-                lane.link.dropped(left)
+                lane.forget(room)
                 return status
             seconds = time.monotonic() - started
-            left -= size
-            lane.link.sent(size, seconds)
+            lane.sent(room, size, seconds)
             self.sent(room, size, seconds)
         return 0
 
@@ -153,7 +175,7 @@ def add_transfer_request(
         return original(manager, bootstrap_room, *args, **kwargs)
     lane = get_lanes().of(manager, sessions)
     indices = args[0] if args else kwargs["kv_indices"]
-    lane.link.queued(len(indices) * manager.kv_item_lens_sum)
+    lane.queued(bootstrap_room, len(indices) * manager.kv_item_lens_sum)
     stock = manager.transfer_queues
     manager.transfer_queues = [lane]  # only the scheduler's thread reads it
     try:

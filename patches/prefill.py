@@ -180,10 +180,12 @@ class PrefillSeam(ingress.Seam):
     def concluded(self, done: list[Any]) -> None:
         """These requests' copies to MD have ended, well or badly."""
         for req in done:
-            self._requests.pop(req.bootstrap_room, None)
-            self.timeline.event("copied", req.bootstrap_room, ok=not is_aborted(req))
+            if self._requests.pop(req.bootstrap_room, None) is not None:
+                self._lanes.forget(req.bootstrap_room)
+                self.timeline.event("copied", req.bootstrap_room, ok=not is_aborted(req))
         for room in [room for room, req in self._requests.items() if is_aborted(req)]:
             del self._requests[room]
+            self._lanes.forget(room)
         self._count_copies()
 
     def _count_copies(self) -> None:
@@ -194,7 +196,8 @@ class PrefillSeam(ingress.Seam):
 
     def released(self, req: Any) -> None:
         """SGLang has aborted this request before it was in flight."""
-        self._requests.pop(req.bootstrap_room, None)
+        if self._requests.pop(req.bootstrap_room, None) is not None:
+            self._lanes.forget(req.bootstrap_room)
 
     # --- the second copy ---
 
@@ -240,6 +243,7 @@ class PrefillSeam(ingress.Seam):
         if event != "relay_copied":
             relay.sender.abort()
         relay.sender.clear()
+        self._lanes.forget(relay.relay_room)
         self.kv_manager.failure_records.pop(relay.relay_room, None)
         if relay.metadata >= 0:
             self.scheduler.req_to_metadata_buffer_idx_allocator.free(relay.metadata)
@@ -258,6 +262,7 @@ class PrefillSeam(ingress.Seam):
         return session in self._lan_sessions
 
     def _sent(self, room: int, size: int, seconds: float) -> None:
+        size *= get_parallel().tp_size  # each rank sends as much, rank 0 counts
         self.counters.inc("wan.bytes", size)
         self.timeline.event("wan_sent", room, bytes=size, seconds=round(seconds, 4))
 

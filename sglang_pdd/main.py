@@ -92,8 +92,9 @@ class Main:
         known = len(session.accepted) - chunk.start
         fresh = chunk.ids[known:]
         self._counters.inc("tokens.duplicate", len(chunk.ids) - len(fresh))
-        if not fresh:
-            return []
+        if not fresh:  # only P knows what it found cached; its token may come second
+            known_cached = chunk.cached is not None
+            return [Emit(chunk.room, len(session.accepted), (), None, source, chunk.cached)] if known_cached else []
         start = len(session.accepted)
         session.accepted.extend(fresh)
         logprobs = chunk.logprobs.slice(known, len(chunk.ids)) if chunk.logprobs else None

@@ -32,10 +32,13 @@ class LinkEstimate:
         with self._lock:
             self._backlog += n
 
-    def sent(self, n: int, seconds: float) -> None:
-        """``n`` of the queued bytes were sent, which kept the link busy for ``seconds`` (not counting idle time)."""
+    def sent(self, n: int, seconds: float, queued: int | None = None) -> None:
+        """``n`` bytes were sent, which kept the link busy for ``seconds`` (not counting idle time).
+
+        ``queued`` of them (default: all) were in the backlog until now.
+        """
         with self._lock:
-            self._backlog = max(0, self._backlog - n)
+            self._backlog = max(0, self._backlog - (n if queued is None else queued))
             if n > 0 and seconds > 0:
                 decay = 0.5 ** (seconds / MEMORY_S)
                 self._bytes = self._bytes * decay + n

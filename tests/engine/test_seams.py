@@ -68,6 +68,20 @@ def test_a_cancelled_room_stops_within_a_segment_and_is_no_failure() -> None:
     assert lanes.transfer(send, manager, "b:1", BLOCKS) == 0 and len(sent) == 1
 
 
+def test_a_forgotten_room_is_no_backlog() -> None:
+    lanes, manager, _ = lane_in_use(rate=5e6)
+    lane = lanes.of(manager, ["b:1"])
+    lane.queued(7, 100_000)
+    lane.queued(8, 60_000)
+    assert lanes.link(["b:1"]).backlog == 160_000
+    lanes.forget(7)
+    assert lanes.link(["b:1"]).backlog == 60_000
+    lane.sent(7, 10_000, 0.1)  # its last segment was on the way
+    assert lanes.link(["b:1"]).backlog == 60_000
+    lane.sent(8, 10_000, 0.1)
+    assert lanes.link(["b:1"]).backlog == 50_000
+
+
 def test_an_error_of_the_engine_is_passed_on() -> None:
     lanes, manager, sent = lane_in_use(rate=None)
     assert lanes.transfer(lambda m, s, blocks: -1, manager, "b:1", BLOCKS) == -1

@@ -40,6 +40,13 @@ def test_first_token_of_p_then_tokens_of_rld() -> None:
     assert counters.get("tokens.duplicate") == 1
 
 
+def test_cached_counts_are_taken_from_a_late_first_token() -> None:
+    main, _ = machine()
+    main.receive("rld", tokens(0, 2), 0.0)
+    late = Tokens((Chunk(ROOM, 0, ANSWER[:1], None, None, (5, 5, 0, 0)),))
+    assert main.receive("p", late, 0.0, prefill=True) == [Emit(ROOM, 2, (), None, "P", (5, 5, 0, 0))]
+
+
 def test_logprobs_follow_their_tokens() -> None:
     main, _ = machine()
     main.receive("p", tokens(0, 1), 0.0, prefill=True)
