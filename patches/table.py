@@ -222,6 +222,21 @@ ENTRIES: tuple[Entry, ...] = (
         "read by the seams", roles=ROLES,
     ),
 
+    # --- What several of them use
+    _calls("sglang.srt.runtime_context", "get_parallel", "()", "tensor-parallel rank, size and group", kind="function"),
+    _calls("sglang.srt.runtime_context", "get_disagg", "()", "the resolved disaggregation arguments", kind="function"),
+    *_uses("sglang.srt.disaggregation.base.KVPoll", "Failed Success WaitingForInput", "states of a copy", roles=ROLES),
+    *_uses("sglang.srt.disaggregation.utils", "FAKE_BOOTSTRAP_HOST", "health checks are left alone", roles=ROLES),
+    *_uses("sglang.srt.disaggregation.utils.KVClassType", "SENDER", "the sender's class", roles=("prefill",)),
+    _calls("sglang.srt.managers.schedule_batch", "FINISH_LENGTH", "(length)", "P's early end", roles=("prefill",), kind="class"),
+    _calls("sglang.srt.managers.schedule_batch", "FINISH_ABORT", "(message=None, status_code=None, err_type=None)", "a request that cannot go on", roles=("relay", "main"), kind="class"),
+    *_uses("sglang.srt.managers.schedule_batch.NextBatchPlan", "batch_to_run running_batch", "the next batch", roles=("main",), kind="field"),
+    *_uses("sglang.srt.managers.io_struct.AbortReq", "rid", "stops a relay", roles=("relay",), kind="field"),
+    *_uses("sglang.srt.sampling.sampling_params.SamplingParams", "__struct_fields__ max_new_tokens stop_token_ids is_normalized", "travels with a relay", roles=("prefill", "relay")),
+    _calls("sglang.srt.observability.req_time_stats", "set_time_batch", "(reqs, set_func, trace_only=False, attrs=None)", "stock time stamps", roles=("main",), kind="function"),
+    _calls("sglang.srt.observability.req_time_stats", "set_schedule_time_batch", "(batch)", "stock time stamps", roles=("main",), kind="function"),
+    *_uses("sglang.srt.plugins.hook_registry", "HookSource HookType", "names of hooks"),
+
     # --- P: prefill.py
     _hook(
         BOOTSTRAP_QUEUE, "_process_req",
@@ -309,7 +324,7 @@ ENTRIES: tuple[Entry, ...] = (
         "the CPU platform sets it False", roles=SENDERS,
     ),
 
-    # --- P: prefill.py
+    # --- P: prefill.py, aborts
     _hook(
         SCHEDULER, "_release_aborted_request",
         "(self, req)",
