@@ -99,11 +99,8 @@ class Seam:
         self.node = Node(machine, endpoint, finder, self.counters, None if config.role == "prefill" else hello)
         for bootstrap in config.prefills:
             self.node.want(bootstrap)
-        if sleeper := self.scheduler.idle_sleeper:
-            for socket in endpoint.sockets:
-                sleeper.poller.register(socket, zmq.POLLIN)
-            endpoint.on_socket = lambda socket: sleeper.poller.register(socket, zmq.POLLIN)
-            endpoint.on_socket_closed = sleeper.poller.unregister
+        if self.scheduler.idle_sleeper is not None:
+            wake(self.scheduler.idle_sleeper, endpoint)
 
     def trusted(self, public_key: str) -> bool:
         """May a node with this CURVE public key be dialled?"""
@@ -138,6 +135,18 @@ class Seam:
             },
             "counters": self.counters.snapshot(),
         }
+
+
+def wake(sleeper: Any, endpoint: Endpoint) -> None:
+    """Let an endpoint's sockets, also those to come, end the sleep of an idle scheduler (``--sleep-on-idle``)."""
+
+    def watch(socket: Any) -> None:
+        sleeper.poller.register(socket, zmq.POLLIN)
+
+    for socket in endpoint.sockets:
+        watch(socket)
+    endpoint.on_socket = watch
+    endpoint.on_socket_closed = sleeper.poller.unregister
 
 
 def fingerprint(scheduler: Any) -> dict[str, str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,14 @@ from flip import install_flip_plugin  # noqa: E402
 from matrix import ANSWER_TOKENS, CLUSTERS, COLD_TOKENS, DEFAULT, WITH_FLIP  # noqa: E402
 
 LOGS = Path(__file__).resolve().parents[2] / "out" / "e2e"
+
+
+def with_keys(spec: Cluster, folder: Path) -> Cluster:
+    """The same cluster, encrypted: each role has keys of its own and knows the others'."""
+    roles = ("prefill", "relay", "main")
+    keys.make(folder, roles)
+    flags = {role: (*spec.flags.get(role, ()), "--pdd-keys", str(folder / role)) for role in roles}
+    return replace(spec, flags={**spec.flags, **flags})
 
 
 class Clusters:
@@ -45,6 +54,8 @@ class Clusters:
             spec = CLUSTERS[name]
             if name in WITH_FLIP:
                 spec = install_flip_plugin(spec, self.folder)
+            if name in WITH_KEYS:
+                spec = with_keys(spec, self.folder / "keys")
             self._running = self._stack.enter_context(spec.launch(LOGS / name))
             self._warm_up(self._running)
         return self._running

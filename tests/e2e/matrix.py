@@ -28,6 +28,7 @@ FAULTS = {
     )
 }
 WITH_FLIP = ("faults",)
+WITH_KEYS = ("faults",)
 
 
 def _product() -> dict[str, Cluster]:

@@ -13,6 +13,7 @@ from checks import Served, limit
 from client import Answer, generate
 from flip import order_flip
 from matrix import ANSWER_TOKENS, COLD_TOKENS
+from test_disconnect import Caller
 
 pytestmark = pytest.mark.on("faults")
 PEER_TIMEOUT_S = 12.0  # after this P has forgotten a silent relay
@@ -97,3 +98,37 @@ def test_relay_dies_in_mid_copy(served: Served) -> None:
         served.cluster.relays[0].kill()
         answer = job.result()
     assert served.story(answer)[0]["RLD"] == 0
+
+
+def test_prefill_stops_only_when_its_copies_have_left(served: Served) -> None:
+    """P's client has its answer, MD's copy is on the way, and P is told to stop."""
+    task = _cold()
+    told = threading.Event()
+    prefill = served.cluster.prefills[0]
+
+    def stop(answer: Answer) -> None:
+        room = served.room(answer.rid)
+        if served.events("prefill", "queued", room=room) and not told.is_set():
+            assert not served.events("main", "landed", room=room)
+            told.set()
+            prefill.terminate()
+
+    answer = served.ask(task, on_reply=stop)
+    assert told.is_set()
+    assert served.events("main", "landed", room=served.room(answer.rid)), "the copy was cut off"
+    prefill.reap()
+    served.cluster.restart(prefill)
+    served.cluster.wait_for_peers()
+
+
+def test_main_dies_while_the_relay_decodes(served: Served) -> None:
+    """P and RLD get over it: `Served.end` checks that they hold nothing any more."""
+    caller = Caller(served.cluster.url, _cold().prompt)
+    main = served.cluster.mains[0]
+    served.wait_for("main", "emit", room=served.room(caller.rid), source="RLD")
+    main.kill()
+    caller.hang_up()
+    served.settle()
+    served.cluster.restart(main)
+    served.cluster.wait_for_peers()
+    served.ask(_cold(60, 15))

@@ -8,11 +8,14 @@ from typing import Any
 
 import pytest
 from sglang.srt.disaggregation.base import KVPoll
+from sglang.srt.managers.scheduler_components.idle_sleeper import IdleSleeper
 from sglang.srt.sampling.sampling_params import SamplingParams
 
-from sglang_pdd.patches import logprobs, mooncake, prefill
+from sglang_pdd.metrics import Counters
+from sglang_pdd.patches import ingress, logprobs, mooncake, prefill
 from sglang_pdd.patches.mooncake import Lanes
-from sglang_pdd.protocol import RelayOpen, decode, encode
+from sglang_pdd.protocol import Ping, RelayOpen, decode, encode
+from sglang_pdd.transport import Endpoint
 
 
 class Manager:
@@ -144,3 +147,27 @@ def test_logprobs_go_over_and_come_back() -> None:
     for name in vars(source.logprob):
         value = getattr(source.logprob, name)
         assert getattr(target.logprob, name) == (value[1:3] if isinstance(value, list) else value), name
+
+
+def test_messages_wake_a_sleeping_scheduler() -> None:
+    sleeper = IdleSleeper(sockets=[])
+    node, early, late = (Endpoint(name, None, Counters()) for name in ("node", "early", "late"))
+    try:
+        where = node.bind("tcp://127.0.0.1:0")
+        ingress.wake(sleeper, node)
+        early.dial(where, "")
+        early.send(where, Ping())
+        assert sleeper.poller.poll(5000), "the ROUTER does not wake it"
+        assert node.receive()
+        other = late.bind("tcp://127.0.0.1:0")
+        node.dial(other, "")  # a connection made while the scheduler is up
+        node.send(other, Ping())
+        assert late.poll(5000)
+        late.receive()
+        late.send("node", Ping())
+        assert sleeper.poller.poll(5000), "a DEALER does not wake it"
+        node.hangup(other)
+        assert not sleeper.poller.poll(0), "a closed socket is still watched"
+    finally:
+        for endpoint in (node, early, late):
+            endpoint.close()
