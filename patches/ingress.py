@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 import zmq
-from sglang.srt.runtime_context import get_disagg, get_parallel
+from sglang.srt.runtime_context import get_parallel
 from sglang.utils import TypeBasedDispatcher
 
 from sglang_pdd import keys
@@ -224,8 +224,3 @@ def internal_state(output: Any, scheduler: Any, request: Any) -> Any:
     if seam is not None:
         output.internal_state["pdd"] = seam.state()
     return output
-
-
-def bootstrap_address() -> str:
-    """Where RLD finds this prefill's bootstrap server: host:port."""
-    return f"{PddConfig.from_env().advertise}:{get_disagg().disaggregation_bootstrap_port}"

@@ -7,6 +7,7 @@ has memory for a pass over all of them, and then joins the running batch as afte
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from http import HTTPStatus
@@ -18,9 +19,9 @@ from sglang.srt.managers.schedule_batch import FINISH_ABORT, NextBatchPlan, Sche
 from sglang.srt.mem_cache.common import release_kv_cache
 from sglang.srt.observability.req_time_stats import set_schedule_time_batch, set_time_batch
 
-from sglang_pdd.actions import Command, Emit
+from sglang_pdd.actions import Command, Emit, GiveUp
 from sglang_pdd.config import PddConfig
-from sglang_pdd.main import Main
+from sglang_pdd.main import MAX_EAGER_TOKENS, Main
 from sglang_pdd.patches import ingress
 from sglang_pdd.patches.logprobs import append_output_logprob
 
@@ -64,6 +65,8 @@ class MainSeam(ingress.Seam):
     def run(self, command: Command) -> None:
         if isinstance(command, Emit):
             self._emit(command)
+        elif isinstance(command, GiveUp):
+            self._give_up(command.room)
 
     # --- a request's way ---
 
@@ -72,6 +75,8 @@ class MainSeam(ingress.Seam):
         req = transfer.req
         if req.bootstrap_host == FAKE_BOOTSTRAP_HOST or transfer.is_rebootstrap or transfer.host_staged:
             return
+        if req.return_sampling_mask or req.bootstrap_room in self._sessions:
+            return  # the mask of the first token comes with its KV only; a room that is taken is the client's mistake
         session = _Session(req, transfer)
         self._sessions[req.bootstrap_room] = self._credits[req.rid] = session
         if self.node is not None:
@@ -87,7 +92,8 @@ class MainSeam(ingress.Seam):
 
     def _emit(self, command: Emit) -> None:
         session = self._sessions.get(command.room)
-        if session is None or session.gone or len(session.req.output_ids) != command.start:
+        paused = self.scheduler._engine_paused  # its weights may change, and RLD's do not
+        if session is None or session.gone or paused or len(session.req.output_ids) != command.start:
             self.counters.inc("tokens.wasted", len(command.ids))
             return
         req = session.req
@@ -114,6 +120,7 @@ class MainSeam(ingress.Seam):
         if req.grammar is not None:
             try:
                 req.grammar.accept_token(token)
+                req.grammar.current_token = token  # SGLang's sign that it must not do so again; not all backends set it
             except ValueError as error:
                 message = f"grammar does not accept token {token} of {command.source}: {error}"
                 req.to_finish = FINISH_ABORT(message, HTTPStatus.INTERNAL_SERVER_ERROR)
@@ -139,6 +146,8 @@ class MainSeam(ingress.Seam):
         """The KV is here. SGLang's commit appends the first token; if MD has that already, it must not do so again."""
         req = transfer.req
         session = self._sessions.get(req.bootstrap_room)
+        if session is not None and session.transfer is not transfer:
+            session = None
         if session is None or not req.output_ids:
             original(queue, transfer)
             if session is not None:
@@ -199,7 +208,6 @@ class MainSeam(ingress.Seam):
             return NextBatchPlan(batch_to_run=batch, running_batch=running_batch)
         if not queued:
             return original(scheduler, running_batch)
-        queued = [r for r in queued if not r.finished()]  # without one that was given up
         scheduler.waiting_queue = [r for r in scheduler.waiting_queue if r not in here]
         try:
             return original(scheduler, running_batch)
@@ -245,29 +253,36 @@ class MainSeam(ingress.Seam):
         free = scheduler.token_to_kv_pool_allocator.available_size() + scheduler.tree_cache.evictable_size()
         if not running_batch.is_empty():
             free -= running_batch.new_tokens_required_next_decode()
-        fits = []
+        fits: list[Any] = []
+        tokens = 0
         for req in queued[: max(0, room)]:
             end = len(req.origin_input_ids) + len(req.output_ids)
             # One page more than the pass itself: the next decode step may need it.
             need = (-(-end // page) - -(-req.kv.kv_committed_len // page) + 1) * page
-            if need > free:
+            tokens += end - req.kv.kv_committed_len
+            if need > free or (fits and tokens > MAX_EAGER_TOKENS):
                 break
             free -= need
             fits.append(req)
-        if not fits and self._stuck(scheduler, running_batch):
-            self._give_up(queued[0])
+        if not fits and self._stuck(scheduler, running_batch, queued):
+            self.do(self.machine.stuck(queued[-1].bootstrap_room, time.monotonic()))
         return fits
 
-    def _stuck(self, scheduler: Any, running_batch: ScheduleBatch) -> bool:
-        """Nothing runs, lands or drains that could ever free memory."""
+    def _stuck(self, scheduler: Any, running_batch: ScheduleBatch, queued: list[Any]) -> bool:
+        """Nothing runs, lands or drains that could ever free memory. (With retracted requests nothing is let land.)"""
+        transfers = scheduler.disagg_decode_transfer_queue
         return (
             running_batch.is_empty()
-            and not scheduler.disagg_decode_transfer_queue.queue
-            and not scheduler.disagg_decode_transfer_queue.has_pending_deferred_releases()
-            and len(scheduler.waiting_queue) == 1
+            and (not transfers.queue or bool(scheduler.disagg_decode_prealloc_queue.retracted_queue))
+            and not transfers.has_pending_deferred_releases()
+            and len(scheduler.waiting_queue) == len(queued)
         )
 
-    def _give_up(self, req: Any) -> None:
+    def _give_up(self, room: int) -> None:
+        session = self._sessions.get(room)
+        if session is None or session.transfer is not None or session.req not in self.scheduler.waiting_queue:
+            return
+        req = session.req
         message = "the KV pool is too small for this request's prompt and output"
         ingress.logger.error("PDD: %s: %s", req.rid, message)
         req.finished_reason = FINISH_ABORT(message, HTTPStatus.SERVICE_UNAVAILABLE)
@@ -300,6 +315,7 @@ class MainSeam(ingress.Seam):
 
 def _prepare(req: Any) -> None:
     """Set a landed request up for a forward pass over its output tokens."""
+    _count_own_hit(req)
     req.init_next_round_input(None)
     landed = req.kv.kv_committed_len
     req.prefix_len = landed
@@ -313,6 +329,15 @@ def _prepare(req: Any) -> None:
 def _set_cached(req: Any, cached: tuple[int, ...]) -> None:
     req.cached_tokens, req.cached_tokens_device, req.cached_tokens_host, req.cached_tokens_storage = cached[:4]
     req.already_computed = req.cached_tokens
+    _count_own_hit(req)
+
+
+def _count_own_hit(req: Any) -> None:
+    """As SGLang does for a batch that is prebuilt: what MD found cached beyond P counts too."""
+    if not req.retracted_stain:
+        more = max(0, req.prefix_len - req.already_computed)
+        req.cached_tokens += more
+        req.cached_tokens_device += more
 
 
 # --- hooks ------------------------------------------------------------------------------------------------------

@@ -39,12 +39,18 @@ class Lane(FastQueue):
         self.link = link
         self.used = time.monotonic()
         self.in_hand: Any = None
+        self.worker: threading.Thread | None = None
         self._left: dict[int, int] = {}  # room -> bytes queued and not sent
         self._lock = threading.Lock()  # the scheduler queues and forgets, the worker sends
 
     def get(self) -> Any:
+        self.in_hand = None
         self.in_hand = super().get()
         return self.in_hand
+
+    @property
+    def idle(self) -> bool:
+        return not self._left and self.in_hand is None
 
     def queued(self, room: int, size: int) -> None:
         with self._lock:
@@ -53,8 +59,10 @@ class Lane(FastQueue):
 
     def sent(self, room: int, size: int, seconds: float) -> None:
         with self._lock:
-            known = min(size, self._left.get(room, 0))  # nothing, if it was forgotten meanwhile
-            self._left[room] = self._left.get(room, 0) - known
+            left = self._left.pop(room, 0)  # nothing, if it was forgotten meanwhile
+            known = min(size, left)
+            if left > known:
+                self._left[room] = left - known
         self.link.sent(size, seconds, known)
 
     def forget(self, room: int) -> None:
@@ -92,13 +100,14 @@ class Lanes:
     def of(self, manager: Any, sessions: Iterable[str]) -> Lane:
         key = tuple(sorted(sessions))
         lane = self._lanes.get(key)
-        if lane is None:
+        if lane is None or not (lane.worker and lane.worker.is_alive()):  # SGLang's worker ends when it raises
             self._retire()
             lane = self._lanes[key] = Lane(LinkEstimate(self.rate))
             self._by_session.update(dict.fromkeys(key, lane))
-            threading.Thread(
+            lane.worker = threading.Thread(
                 target=manager.transfer_worker, args=(lane, ThreadPoolExecutor(4), None, 0), daemon=True
-            ).start()
+            )
+            lane.worker.start()
         lane.used = time.monotonic()
         return lane
 
@@ -137,7 +146,7 @@ class Lanes:
     def _retire(self) -> None:
         now = time.monotonic()
         for key, lane in list(self._lanes.items()):
-            if now - lane.used > IDLE_LANE:
+            if lane.idle and now - lane.used > IDLE_LANE:
                 lane.put(None)  # ends SGLang's worker
                 del self._lanes[key]
                 for session in key:

@@ -7,6 +7,8 @@ soon as RLD is ready for it, from wherever RLD's own cache ends.
 from __future__ import annotations
 
 import copy
+import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -25,7 +27,7 @@ from sglang.srt.managers.schedule_batch import FINISH_LENGTH
 from sglang.srt.runtime_context import get_parallel
 from sglang.srt.sampling.sampling_params import SamplingParams
 
-from sglang_pdd.actions import Command, DropRelay, OpenRelay
+from sglang_pdd.actions import AnswerEarly, Command, DropRelay, OpenRelay
 from sglang_pdd.config import PddConfig
 from sglang_pdd.patches import ingress, mooncake
 from sglang_pdd.patches.bootstrap import Drain
@@ -33,6 +35,7 @@ from sglang_pdd.patches.logprobs import output_logprobs
 from sglang_pdd.prefill import Job, Prefill
 from sglang_pdd.protocol import Chunk
 
+LATE = 60.0  # seconds after which nothing more is expected for a relay that has ended
 MAX_LOGIT_BIAS = 200  # entries that travel with a relay
 
 
@@ -60,9 +63,12 @@ class PrefillSeam(ingress.Seam):
         super().__init__(scheduler, config)
         self._requests: dict[int, Any] = {}  # by room, from MD's metadata to the end of MD's copy
         self._relays: dict[int, _Relay] = {}
+        self._queued: set[int] = set()  # rooms whose last chunk is queued
+        self._early: set[int] = set()  # rooms whose client need not wait for the copy
+        self._ended: deque[tuple[float, int]] = deque()  # relay rooms that are over, and since when
         self._copies = -1
         self._drain = Drain.open()
-        self.machine = Prefill(self.counters, config, self._fingerprint, ingress.bootstrap_address())
+        self.machine = Prefill(self.counters, config, self._fingerprint)
         self._lanes = mooncake.make_lanes(config, self._is_lan, self._sent)
         self._lan_sessions: set[str] = set()
         self._bytes_per_token = (
@@ -86,7 +92,9 @@ class PrefillSeam(ingress.Seam):
         return len(self._relays)
 
     def run(self, command: Command) -> None:
-        if isinstance(command, OpenRelay):
+        if isinstance(command, AnswerEarly):
+            self._answer_early(command.room)
+        elif isinstance(command, OpenRelay):
             self._open(command)
         elif isinstance(command, DropRelay) and (relay := self._relays.get(command.relay_room)):
             self._end(relay, "relay_dropped", why=command.why)
@@ -102,7 +110,8 @@ class PrefillSeam(ingress.Seam):
         sessions = self._sessions_of(room)
         prompt_tokens = len(req.origin_input_ids)
         missing = prompt_tokens - req.disagg_decode_prefix_len
-        landing_ms = self._lanes.link(sessions).landing_ms(int(missing * self._bytes_per_token))
+        of_one_rank = int(missing * self._bytes_per_token / get_parallel().tp_size)
+        landing_ms = self._lanes.link(sessions).landing_ms(of_one_rank)
         self.timeline.event(
             "bootstrapped",
             room,
@@ -135,7 +144,18 @@ class PrefillSeam(ingress.Seam):
     def queued(self, req: Any) -> None:
         """The last chunk is on its way: nothing is left for P's client to wait for."""
         self.timeline.event("queued", req.bootstrap_room)
-        if req.finished() or not self._known(req.bootstrap_room):
+        self._queued.add(req.bootstrap_room)
+        self._finish_response(req)
+
+    def _answer_early(self, room: int) -> None:
+        if room in self._requests:
+            self._early.add(room)
+            self._finish_response(self._requests[room])
+
+    def _finish_response(self, req: Any) -> None:
+        """All ranks in the same step: what rank 0 knows of MD has come as a command."""
+        room = req.bootstrap_room
+        if room not in self._early or room not in self._queued or req.finished():
             return
         self._count_copies()  # before the response ends: from then on only this keeps P from exiting
         req.finished_reason = FINISH_LENGTH(length=0)
@@ -164,29 +184,34 @@ class PrefillSeam(ingress.Seam):
                 self.counters.inc("lan.bytes", int(size))
                 self._end(relay, "relay_copied", bytes=int(size))
                 self.do(self.machine.copied(relay.relay_room))
-            elif copy_poll == KVPoll.Failed or primary_poll in (KVPoll.Failed, KVPoll.Success) or is_aborted(relay.req):
-                why = (
-                    "copy_failed"
-                    if copy_poll == KVPoll.Failed
-                    else "landed"
-                    if primary_poll == KVPoll.Success
-                    else "aborted"
-                )
-                self._end(relay, "relay_dropped", why=why)
-                self.do(self.machine.gave_up(relay.relay_room, why))
+            elif copy_poll == KVPoll.Failed:
+                self._drop(relay, "copy_failed")
+            elif primary_poll in (KVPoll.Failed, KVPoll.Success):
+                self._drop(relay, "landed" if primary_poll == KVPoll.Success else "aborted")
             elif copy_poll == KVPoll.WaitingForInput and not relay.ready:
                 self._ready(original, relay)
 
     def concluded(self, done: list[Any]) -> None:
         """These requests' copies to MD have ended, well or badly."""
         for req in done:
-            if self._requests.pop(req.bootstrap_room, None) is not None:
-                self._lanes.forget(req.bootstrap_room)
+            if self._forget(req.bootstrap_room):
                 self.timeline.event("copied", req.bootstrap_room, ok=not is_aborted(req))
+            for relay in [r for r in self._relays.values() if r.req is req]:
+                # In this very step: its pages are free, and RLD must not take what comes from them for good.
+                self._drop(relay, "landed")
         for room in [room for room, req in self._requests.items() if is_aborted(req)]:
-            del self._requests[room]
-            self._lanes.forget(room)
+            self._forget(room)
         self._count_copies()
+        self._sweep()
+
+    def _forget(self, room: int) -> bool:
+        """False: it was none of ours."""
+        self._early.discard(room)
+        self._queued.discard(room)
+        if self._requests.pop(room, None) is None:
+            return False
+        self._lanes.forget(room)
+        return True
 
     def _count_copies(self) -> None:
         copies = len(self.scheduler.disagg_prefill_inflight_queue) + len(self._relays)
@@ -196,16 +221,17 @@ class PrefillSeam(ingress.Seam):
 
     def released(self, req: Any) -> None:
         """SGLang has aborted this request before it was in flight."""
-        if self._requests.pop(req.bootstrap_room, None) is not None:
-            self._lanes.forget(req.bootstrap_room)
+        self._forget(req.bootstrap_room)
 
     # --- the second copy ---
 
     def _open(self, command: OpenRelay) -> None:
         req = self._requests.get(command.room)
-        if req is None or is_aborted(req):
+        if req is None:
             self.do(self.machine.gave_up(command.relay_room, "aborted"))
             return
+        if (old := self._relays.get(command.relay_room)) is not None:
+            self._end(old, "relay_dropped", why="room taken")
         sender = get_kv_class(self._queue.transfer_backend, KVClassType.SENDER)(
             mgr=self.kv_manager,
             bootstrap_addr=f"{req.bootstrap_host}:{self._queue.bootstrap_port}",
@@ -238,25 +264,34 @@ class PrefillSeam(ingress.Seam):
             original(self.scheduler, relay.req, relay.complete, relay.computed)
         relay.queued_last = relay.complete
 
+    def _drop(self, relay: _Relay, why: str) -> None:
+        self._end(relay, "relay_dropped", why=why)
+        self.do(self.machine.gave_up(relay.relay_room, why))
+
     def _end(self, relay: _Relay, event: str, **fields: Any) -> None:
         del self._relays[relay.relay_room]
         if event != "relay_copied":
             relay.sender.abort()
         relay.sender.clear()
         self._lanes.forget(relay.relay_room)
+        self._ended.append((time.monotonic(), relay.relay_room))
         self.kv_manager.failure_records.pop(relay.relay_room, None)
         if relay.metadata >= 0:
             self.scheduler.req_to_metadata_buffer_idx_allocator.free(relay.metadata)
         self.timeline.event(event, relay.room, relay_room=relay.relay_room, **fields)
 
+    def _sweep(self) -> None:
+        """Metadata of RLD's that came after its relay had ended: SGLang keeps it for a sender that will never be."""
+        while self._ended and time.monotonic() - self._ended[0][0] > LATE:
+            _, room = self._ended.popleft()
+            if room not in self._relays:
+                for table in ("transfer_infos", "request_status", "req_to_decode_prefix_len"):
+                    getattr(self.kv_manager, table).pop(room, None)
+
     # --- peers ---
 
     def _sessions_of(self, room: int) -> tuple[str, ...]:
         return tuple(self.kv_manager.transfer_infos.get(room, ()))
-
-    def _known(self, room: int) -> bool:
-        """Is MD a PDD node? Asked on every rank, answered alike: only rank 0's output is ever used."""
-        return self.node is not None and self.machine.role_of(self._sessions_of(room)) == "main"
 
     def _is_lan(self, session: str) -> bool:
         return session in self._lan_sessions
@@ -322,8 +357,9 @@ def obstacle(req: Any) -> str | None:
     """Why this request can't be relayed; None if it can. What is named here is served as P-MD."""
     params = req.pdd_sampling
     penalties = params.frequency_penalty or params.presence_penalty or params.repetition_penalty != 1.0
+    grammars = (params.json_schema, params.regex, params.ebnf, params.structural_tag)
     features = {
-        "grammar": any((params.json_schema, params.regex, params.ebnf, params.structural_tag)),
+        "grammar": req.grammar is not None or any(grammars),
         "penalties": bool(penalties),
         "min_new_tokens": params.min_new_tokens > 0,
         "custom_logit_processor": bool(req.custom_logit_processor),

@@ -53,7 +53,7 @@ class RelaySeam(ingress.Seam):
         host, _, port = command.bootstrap.rpartition(":")
         try:
             sampling = sampling_from_wire(dict(command.sampling))
-            bootstrap_port = int(port)
+            sampling.verify(self.scheduler.model_config.vocab_size)
             if max(command.prompt) >= self.scheduler.model_config.vocab_size:
                 raise ValueError("a prompt token is not in the vocabulary")
         except Exception as error:  # msgspec raises kinds of its own
@@ -79,7 +79,7 @@ class RelaySeam(ingress.Seam):
                 token_ids_logprob=None,
                 stream=True,
                 bootstrap_host=host,
-                bootstrap_port=bootstrap_port,
+                bootstrap_port=int(port),
                 bootstrap_room=command.relay_room,
             )
         )

@@ -60,6 +60,7 @@ SERVED: dict[str, tuple[Any, ...]] = {
     "enable_hisparse": (False,),
     "enable_lmcache": (False,),
     "enable_unified_memory": (False,),
+    "moe_a2a_backend": ("none",),  # sizes its buffers for decode steps, an extend pass is larger
     "radix_cache_backend": (None,),
     "enable_lora": (None, False),
     "lora_paths": (None, []),
@@ -67,6 +68,7 @@ SERVED: dict[str, tuple[Any, ...]] = {
     "grpc_mode": (False,),
     "smg_grpc_mode": (False,),
 }
+_DEFERRED = "SGLANG_DISAGGREGATION_DEFERRED_DECODE_KV_RELEASE"
 _UNSERVED_ENVIRONMENT = ("SGLANG_RUST_SERVER", "SGLANG_DISAGG_STAGING_BUFFER")
 
 
@@ -143,6 +145,8 @@ def refuse(args: Any) -> None:
         if value not in served:
             wanted = "drop it" if served[0] in (None, False) else f"use {_spell(field, served[0])}"
             raise ConfigError(f"{_spell(field, value)} is not supported with PDD: {wanted}")
+    if os.environ.get(_DEFERRED, "1").lower() not in ("1", "true", "yes", "y", "on", "t"):
+        raise ConfigError(f"{_DEFERRED}={os.environ[_DEFERRED]}: PDD would reuse pages too early: unset it")
     for name in _UNSERVED_ENVIRONMENT:
         if os.environ.get(name, "").lower() in ("1", "true", "yes", "y", "on", "t"):
             raise ConfigError(f"{name}={os.environ[name]} is not supported with PDD: unset it")

@@ -118,7 +118,7 @@ ENTRIES: tuple[Entry, ...] = (
         "disaggregation_mode disaggregation_transfer_backend dp_size dwdp_size enable_dp_attention "
         "enable_hierarchical_cache enable_hisparse enable_kv_cache_sharding enable_lmcache enable_lora "
         "enable_pd_role_switch enable_pdmux enable_unified_memory encoder_only grpc_mode host language_only "
-        "lora_paths nnodes optimistic_prefill_attempts pp_size radix_cache_backend smg_grpc_mode "
+        "lora_paths moe_a2a_backend nnodes optimistic_prefill_attempts pp_size radix_cache_backend smg_grpc_mode "
         "speculative_algorithm tokenizer_worker_num tp_size use_ray",
         "read, implied or refused", process="launcher", kind="field",
     ),
@@ -314,7 +314,7 @@ ENTRIES: tuple[Entry, ...] = (
     ),
     *_uses(
         MOONCAKE,
-        "transfer_queues transfer_infos request_status failure_records kv_item_lens_sum",
+        "transfer_queues transfer_infos request_status req_to_decode_prefix_len failure_records kv_item_lens_sum",
         "read by lanes and seams", roles=SENDERS,
     ),
     *_uses("sglang.srt.disaggregation.common.utils", "FastQueue", "a lane is one", roles=SENDERS, kind="class"),
@@ -444,7 +444,7 @@ ENTRIES: tuple[Entry, ...] = (
     ),
     *_uses(
         SCHEDULER,
-        "disagg_decode_transfer_queue disagg_decode_prealloc_queue last_batch waiting_queue req_to_token_pool "
+        "_engine_paused disagg_decode_transfer_queue disagg_decode_prealloc_queue last_batch waiting_queue req_to_token_pool "
         "max_running_requests enable_overlap spec_algorithm dp_attn_adapter schedule_stream forward_stream "
         "batch_result_processor",
         "read by MD's seam", roles=("main",),

@@ -27,7 +27,21 @@ class Dial:
     public_key: str
 
 
+@dataclass(frozen=True, slots=True)
+class HangUp:
+    """Close a connection that this node has dialled."""
+
+    endpoint: str
+
+
 # --- commands: P ------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerEarly:
+    """MD is one of ours: P's client need not wait for the copy of ``room`` to leave."""
+
+    room: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,5 +95,12 @@ class Emit:
     cached: tuple[int, ...] | None
 
 
-Command = OpenRelay | DropRelay | StartDecode | StopDecode | Emit
-Action = Send | Dial | Command
+@dataclass(frozen=True, slots=True)
+class GiveUp:
+    """End a request that can never go on."""
+
+    room: int
+
+
+Command = AnswerEarly | OpenRelay | DropRelay | StartDecode | StopDecode | Emit | GiveUp
+Action = Send | Dial | HangUp | Command

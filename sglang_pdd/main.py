@@ -9,11 +9,13 @@ from __future__ import annotations
 from collections import OrderedDict
 from dataclasses import dataclass, field
 
-from sglang_pdd.actions import Action, Emit, Send
+from sglang_pdd.actions import Action, Emit, GiveUp, Send
 from sglang_pdd.metrics import Counters
 from sglang_pdd.protocol import Chunk, Message, Ping, Pong, Stop, Tokens
 
+MAX_EAGER_TOKENS = 2048  # of one extend pass, and so of one request: for no more does a decode server plan memory
 MAX_HELD_TOKENS = 4096  # of one request, waiting for a gap to close
+RELAY_SILENCE = 5.0  # seconds without a token, after which nothing more is hoped of a relay
 MAX_REMEMBERED = 4096  # closed rooms, told apart from rooms that never were
 
 
@@ -22,7 +24,8 @@ class _Session:
     accepted: list[int] = field(default_factory=list)
     held: dict[int, Chunk] = field(default_factory=dict)
     relay: str | None = None  # the RLD that sends tokens
-    muted: bool = False  # a mismatch: nothing more is taken from the relay
+    muted: bool = False  # nothing more is taken from the relay
+    heard: float = 0.0  # when it last sent something
 
 
 class Main:
@@ -41,10 +44,10 @@ class Main:
         self._closed.pop(room, None)
         self._sessions[room] = _Session()
 
-    def receive(self, peer: str, message: Message, now: float, *, prefill: bool = False) -> list[Action]:
-        """``prefill``: the peer is a P (MD dialled it); else it is an RLD."""
+    def receive(self, peer: str, message: Message, now: float, *, prefill: str | None = None) -> list[Action]:
+        """``prefill``: bootstrap address of the peer if it is a P (MD dialled it); else it is an RLD."""
         if isinstance(message, Tokens):
-            return [a for chunk in message.chunks for a in self._chunk(peer, chunk, prefill)]
+            return [a for chunk in message.chunks for a in self._chunk(peer, chunk, now, prefill is not None)]
         if isinstance(message, Ping):
             return [Send(peer, Pong(tuple(r for r in message.rooms if r not in self._sessions)))]
         return []  # an Abort tells of a relay that ended: MD goes on without
@@ -60,10 +63,15 @@ class Main:
         )
         return [Send(session.relay, Stop(room, kept, why))] if session.relay else []
 
+    def stuck(self, room: int, now: float) -> list[Action]:
+        """The KV has landed and there will never be memory to go on; only the relay can complete the answer."""
+        session = self._sessions.get(room)
+        return [GiveUp(room)] if session is not None and now - session.heard > RELAY_SILENCE else []
+
     def tick(self, now: float) -> list[Action]:
         return []
 
-    def _chunk(self, peer: str, chunk: Chunk, prefill: bool) -> list[Action]:
+    def _chunk(self, peer: str, chunk: Chunk, now: float, prefill: bool) -> list[Action]:
         session = self._sessions.get(chunk.room)
         if session is None:
             return self._stray(peer, chunk, prefill)
@@ -75,18 +83,25 @@ class Main:
                 self._counters.inc("messages.dropped", cause="stale")
                 return []
             session.relay = peer
+            session.heard = now
         if self._contradicts(session, chunk):
             self._counters.inc("tokens.mismatch")
             if prefill:
                 return []
-            session.muted = True
-            return [Send(peer, Stop(chunk.room, len(session.accepted), "mismatch"))]
+            return self._mute(chunk.room, session, peer, "mismatch")
         if chunk.start > len(session.accepted):
             return self._hold(session, chunk)
         actions = self._accept(session, chunk, "P" if prefill else "RLD")
         while (held := session.held.pop(len(session.accepted), None)) is not None:
             actions += self._accept(session, held, "RLD")
+        if len(session.accepted) >= MAX_EAGER_TOKENS and not prefill:
+            actions += self._mute(chunk.room, session, peer, "enough")
         return actions
+
+    def _mute(self, room: int, session: _Session, relay: str, why: str) -> list[Action]:
+        session.muted = True
+        session.held.clear()
+        return [Send(relay, Stop(room, len(session.accepted), why))]
 
     def _accept(self, session: _Session, chunk: Chunk, source: str) -> list[Action]:
         known = len(session.accepted) - chunk.start

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterable
 from typing import Protocol
 
-from sglang_pdd.actions import Action, Command, Dial, Send
+from sglang_pdd.actions import Action, Command, Dial, HangUp, Send
 from sglang_pdd.discovery import Finder
 from sglang_pdd.metrics import Counters
 from sglang_pdd.protocol import Hello, Message, Welcome
@@ -21,7 +21,7 @@ SILENCE = 10.0  # seconds without a Welcome, after which a prefill is looked up 
 
 
 class Machine(Protocol):
-    def receive(self, peer: str, message: Message, now: float, *, prefill: bool = False) -> list[Action]: ...
+    def receive(self, peer: str, message: Message, now: float, *, prefill: str | None = None) -> list[Action]: ...
 
     def tick(self, now: float) -> list[Action]: ...
     def __len__(self) -> int: ...
@@ -58,7 +58,8 @@ class Node:
         now = self._clock()
         for peer, message in self._endpoint.receive():
             if isinstance(message, Welcome):
-                self._welcome(peer, message, now)
+                if peer in self._prefills:
+                    self._welcome(peer, message, now)
             else:
                 self._receive(peer, message, now)
         if now >= self._next_tick:
@@ -78,6 +79,9 @@ class Node:
                 self._endpoint.send(action.peer, action.message)
             elif isinstance(action, Dial):
                 self._dial(action.endpoint, action.public_key)
+            elif isinstance(action, HangUp):
+                if action.endpoint not in self._prefills:
+                    self._endpoint.hangup(action.endpoint)
             else:
                 self._commands.append(action)
 
@@ -92,12 +96,10 @@ class Node:
 
     def _receive(self, peer: str, message: Message, now: float) -> None:
         try:
-            actions = self._machine.receive(peer, message, now, prefill=peer in self._prefills)
+            self.do(self._machine.receive(peer, message, now, prefill=self._prefills.get(peer)))
         except Exception:  # a message must not be able to end the server
             self._counters.inc("hooks.errors", hook="receive")
             logger.exception("PDD: dropped %s from %s", type(message).__name__, peer)
-        else:
-            self.do(actions)
 
     def _discover(self) -> None:
         for found in self._finder.found():
@@ -137,7 +139,7 @@ class Node:
         if self._greeted.get(peer) == welcome:  # it comes with every Hello
             return
         self._greeted[peer] = welcome
-        where = self._prefills.get(peer, peer)
+        where = self._prefills[peer]
         if welcome.accepted:
             logger.info("PDD: prefill %s knows this node", where)
         else:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from sglang_pdd import policy
-from sglang_pdd.actions import Action, DropRelay, OpenRelay, Send
+from sglang_pdd.actions import Action, AnswerEarly, DropRelay, OpenRelay, Send
 from sglang_pdd.config import PddConfig
 from sglang_pdd.metrics import Counters
 from sglang_pdd.protocol import (
@@ -25,6 +25,7 @@ from sglang_pdd.protocol import (
 PEER_TIMEOUT = 10.0  # seconds without a Hello
 REFUSALS = ("full", "share", "memory", "key", "prompt")  # the first words of what a relay answers
 _STRIDE = 0x9E3779B97F4A7C15  # odd, so that rooms map to relay rooms one to one
+_OFFSET = 0x5851F42D4C957F2D
 
 
 def _word(text: str, known: Iterable[str]) -> str:
@@ -65,13 +66,11 @@ class Prefill:
 
     Args:
         fingerprint: what peers must have in common with this node.
-        bootstrap: this node's bootstrap address (host:port), for the relay's LAN copy.
     """
 
     counters: Counters
     config: PddConfig
     fingerprint: Mapping[str, str]
-    bootstrap: str
     peers: dict[str, _Peer] = field(default_factory=dict)
     _owners: dict[str, str] = field(default_factory=dict)  # engine session -> node id
     _relays: dict[int, _Relaying] = field(default_factory=dict)
@@ -79,7 +78,7 @@ class Prefill:
     def __len__(self) -> int:
         return len(self._relays)
 
-    def receive(self, peer: str, message: Message, now: float, *, prefill: bool = False) -> list[Action]:
+    def receive(self, peer: str, message: Message, now: float, *, prefill: str | None = None) -> list[Action]:
         if isinstance(message, Hello):
             return self._hello(peer, message, now)
         if peer not in self.peers:
@@ -91,13 +90,8 @@ class Prefill:
             return self._drop(message.room, _word(message.why, ("ended",)))
         return []
 
-    def role_of(self, sessions: tuple[str, ...]) -> str | None:
-        """Role of the node that owns these engine sessions; None: nobody that P knows."""
-        peer = self._owner(sessions)
-        return self.peers[peer].hello.role if peer else None
-
     def bootstrapped(self, job: Job) -> list[Action]:
-        """Open a relay for this request, if it is worth one and somebody has room."""
+        """Open a relay for this request, if it is worth one and somebody has room. Nothing for a stranger's request."""
         main = self._owner(job.sessions)
         if main is None or self.peers[main].hello.role != "main":
             self.counters.inc("requests", pipeline="stock")
@@ -113,8 +107,8 @@ class Prefill:
             self.counters.inc("relay.refused", reason="no_relay")
         if node is None:
             self.counters.inc("requests", pipeline="P-MD")
-            return []
-        relay_room = (job.room * _STRIDE + 1) % ROOM_LIMIT
+            return [AnswerEarly(job.room)]
+        relay_room = (job.room * _STRIDE + _OFFSET) % ROOM_LIMIT
         hello = self.peers[main].hello
         self.peers[node].asked += 1
         self._relays[relay_room] = _Relaying(job.room, node)
@@ -123,7 +117,6 @@ class Prefill:
         ask = RelayOpen(
             relay_room,
             job.room,
-            self.bootstrap,
             tuple(job.prompt),
             job.sampling,
             hello.address,
@@ -131,7 +124,7 @@ class Prefill:
             job.return_logprob,
             job.top_logprobs,
         )
-        return [OpenRelay(job.room, relay_room), Send(node, ask)]
+        return [AnswerEarly(job.room), OpenRelay(job.room, relay_room), Send(node, ask)]
 
     def first_token(self, sessions: tuple[str, ...], chunk: Chunk) -> list[Action]:
         """The token P has sampled, straight to MD."""

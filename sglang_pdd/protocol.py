@@ -93,7 +93,6 @@ class RelayOpen:
     code: ClassVar[int] = 3
     relay_room: int  # room of the LAN copy
     room: int  # room of the request, as MD knows it
-    bootstrap: str  # P's bootstrap address, host:port
     prompt: tuple[int, ...]
     sampling: Mapping[str, Any]
     main: str  # MD's PDD endpoint
@@ -192,7 +191,7 @@ def _pack(message: Message) -> list[Any]:
         return [message.load, [_pack_chunk(c) for c in message.chunks]]
     values = [getattr(message, f.name) for f in fields(message)]
     if isinstance(message, RelayOpen):
-        values[3] = _int32(message.prompt)
+        values[2] = _int32(message.prompt)
     return [dict(v) if isinstance(v, Mapping) else list(v) if isinstance(v, tuple) else v for v in values]
 
 
@@ -265,13 +264,12 @@ def _unpack_hello(raw: list[Any]) -> Hello:
 
 
 def _unpack_open(raw: list[Any]) -> RelayOpen:
-    relay_room, room, bootstrap, prompt, sampling, main, main_key, return_logprob, top = raw
+    relay_room, room, prompt, sampling, main, main_key, return_logprob, top = raw
     if not isinstance(sampling, dict) or not all(isinstance(k, str) for k in sampling):
         raise ProtocolError("bad sampling parameters")
     return RelayOpen(
         _room(relay_room),
         _room(room),
-        _text(bootstrap),
         _ids(prompt, MAX_PROMPT),
         sampling,
         _text(main),

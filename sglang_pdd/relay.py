@@ -9,12 +9,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from sglang_pdd.actions import Action, Dial, Send, StartDecode, StopDecode
+from sglang_pdd.actions import Action, Dial, HangUp, Send, StartDecode, StopDecode
 from sglang_pdd.metrics import Counters
 from sglang_pdd.protocol import Abort, Chunk, Message, Ping, Pong, RelayOpen, RelayReply, Stop, Tokens
 
 SILENCE = 15.0  # seconds without word from MD
 PING_EVERY = 1.0  # seconds
+IDLE = 60.0  # seconds until the connection to an MD without relays is closed
 RESERVED_OUTPUT = 512  # tokens counted for a relay's output when it asks for room
 
 
@@ -45,6 +46,7 @@ class Relay:
         self._trusted = trusted
         self._sessions: dict[int, _Session] = {}
         self._pinged = 0.0
+        self._used: dict[str, float] = {}  # MD -> when it last had a relay
 
     def __len__(self) -> int:
         return len(self._sessions)
@@ -53,11 +55,11 @@ class Relay:
     def load(self) -> int:
         return len(self._sessions)
 
-    def receive(self, peer: str, message: Message, now: float, *, prefill: bool = False) -> list[Action]:
-        """``prefill``: the peer is a P; else it is an MD. This node dialled both."""
-        if prefill:
+    def receive(self, peer: str, message: Message, now: float, *, prefill: str | None = None) -> list[Action]:
+        """``prefill``: bootstrap address of the peer if it is a P; else it is an MD. This node dialled both."""
+        if prefill is not None:
             if isinstance(message, RelayOpen):
-                return self._open(peer, message, now)
+                return self._open(peer, prefill, message, now)
             if isinstance(message, Abort):
                 return self._stop_room(message.room, message.why)
             return []
@@ -100,10 +102,14 @@ class Relay:
             rooms: dict[str, list[int]] = {}
             for session in self._sessions.values():
                 rooms.setdefault(session.main, []).append(session.room)
+            self._used.update(dict.fromkeys(rooms, now))
             actions += [Send(main, Ping(tuple(r))) for main, r in rooms.items()]
+            for main in [main for main, used in self._used.items() if now - used > IDLE]:
+                del self._used[main]
+                actions.append(HangUp(main))
         return actions
 
-    def _open(self, peer: str, ask: RelayOpen, now: float) -> list[Action]:
+    def _open(self, peer: str, bootstrap: str, ask: RelayOpen, now: float) -> list[Action]:
         if ask.relay_room in self._sessions:
             self._counters.inc("messages.dropped", cause="stale")
             return []
@@ -112,10 +118,11 @@ class Relay:
             self._counters.inc("relay.refused", reason=reason.split(":")[0])
             return [Send(peer, RelayReply(ask.relay_room, False, reason, self.load))]
         self._sessions[ask.relay_room] = _Session(ask.room, peer, ask.main, tokens, now)
+        self._used[ask.main] = now
         self._counters.inc("relay.opened")
         return [
             Dial(ask.main, ask.main_key),
-            StartDecode(ask.relay_room, ask.bootstrap, ask.prompt, ask.sampling, ask.return_logprob, ask.top_logprobs),
+            StartDecode(ask.relay_room, bootstrap, ask.prompt, ask.sampling, ask.return_logprob, ask.top_logprobs),
             Send(peer, RelayReply(ask.relay_room, True, "", self.load)),
         ]
 

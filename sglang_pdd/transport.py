@@ -101,7 +101,10 @@ class Endpoint:
             if self._dealers[endpoint][1] == public_key:
                 return
             self.hangup(endpoint)
-        dealer = self._socket(zmq.DEALER, endpoint)
+        try:
+            dealer = self._socket(zmq.DEALER, endpoint)
+        except zmq.ZMQError as error:  # too many open already
+            raise TransportError(f"cannot dial {endpoint}: {error}") from None
         try:
             dealer.identity = self.node.encode()
             if self._keys is not None:

@@ -162,6 +162,11 @@ class Served:
         for server in self.cluster.servers:
             self.log_offsets[server.name] = server.log.stat().st_size
 
+    def restart(self, server: Server) -> None:
+        """Start a server again that has ended."""
+        self.cluster.restart(server)
+        self.log_offsets[server.name] = server.log.stat().st_size  # SGLang's start-up noise is not the test's
+
     def end(self) -> None:
         """Everything is given back, everybody is alive, nobody has complained."""
         self.settle()

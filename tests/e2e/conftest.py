@@ -16,7 +16,9 @@ from checks import Reference, Served, limit  # noqa: E402
 from client import generate  # noqa: E402
 from cluster import Cluster, Running  # noqa: E402
 from flip import install_flip_plugin  # noqa: E402
-from matrix import ANSWER_TOKENS, CLUSTERS, COLD_TOKENS, DEFAULT, WITH_FLIP  # noqa: E402
+from matrix import ANSWER_TOKENS, CLUSTERS, COLD_TOKENS, DEFAULT, WITH_FLIP, WITH_KEYS  # noqa: E402
+
+from sglang_pdd import keys  # noqa: E402
 
 LOGS = Path(__file__).resolve().parents[2] / "out" / "e2e"
 

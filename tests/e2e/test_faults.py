@@ -81,7 +81,7 @@ def test_relay_died_long_ago(served: Served) -> None:
 
 
 def test_relay_comes_back(served: Served) -> None:
-    served.cluster.restart(served.cluster.relays[0])
+    served.restart(served.cluster.relays[0])
     answer = served.ask(_cold())
     made, extended = served.story(answer)
     assert made["RLD"] >= 1 and extended >= 2, (made, extended)
@@ -117,8 +117,7 @@ def test_prefill_stops_only_when_its_copies_have_left(served: Served) -> None:
     assert told.is_set()
     assert served.events("main", "landed", room=served.room(answer.rid)), "the copy was cut off"
     prefill.reap()
-    served.cluster.restart(prefill)
-    served.cluster.wait_for_peers()
+    served.restart(prefill)
 
 
 def test_main_dies_while_the_relay_decodes(served: Served) -> None:
@@ -129,6 +128,5 @@ def test_main_dies_while_the_relay_decodes(served: Served) -> None:
     main.kill()
     caller.hang_up()
     served.settle()
-    served.cluster.restart(main)
-    served.cluster.wait_for_peers()
+    served.restart(main)
     served.ask(_cold(60, 15))

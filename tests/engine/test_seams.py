@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from types import SimpleNamespace
 from typing import Any
 
@@ -24,11 +25,13 @@ class Manager:
     def __init__(self) -> None:
         self.request_status: dict[int, int] = {7: KVPoll.WaitingForInput}
         self.taken: list[Any] = []
+        self.go_on = threading.Event()
         self.ended = threading.Event()
 
     def transfer_worker(self, queue: Any, executor: Any, staging: Any, index: int) -> None:
         while (chunk := queue.get()) is not None:
             self.taken.append(chunk)
+            self.go_on.wait(10)
         self.ended.set()
 
 
@@ -39,8 +42,10 @@ def lane_in_use(rate: float | None, lan: bool = False) -> tuple[Lanes, Manager, 
     manager = Manager()
     lane = lanes.of(manager, ["b:1"])
     lane.put(SimpleNamespace(room=7))
+    end = time.monotonic() + 5
     while lane.in_hand is None:
-        pass
+        assert time.monotonic() < end
+        time.sleep(0.001)
     return lanes, manager, sent
 
 
@@ -100,6 +105,7 @@ def test_a_lan_session_is_neither_cut_nor_paced() -> None:
 
 def test_each_destination_has_its_lane(monkeypatch: pytest.MonkeyPatch) -> None:
     lanes, manager, _ = lane_in_use(rate=None)
+    manager.go_on.set()
     assert lanes.of(manager, ["b:1"]) is lanes.of(manager, ["b:1"])
     assert lanes.of(manager, ["c:1", "c:2"]) is lanes.of(manager, ["c:2", "c:1"]) is not lanes.of(manager, ["b:1"])
     monkeypatch.setattr(mooncake, "IDLE_LANE", -1.0)
@@ -113,7 +119,7 @@ def test_sampling_parameters_survive_the_wire() -> None:
         max_new_tokens=77, temperature=0.5, top_p=0.9, stop=["a", "b"], stop_token_ids=[3, 1], logit_bias={"5": 1.5}
     )
     asked.normalize(SimpleNamespace(encode=lambda text, **options: list(text)))
-    message = RelayOpen(1, 2, "h:1", (1, 2), prefill.sampling_to_wire(asked), "tcp://m:1", "")
+    message = RelayOpen(1, 2, (1, 2), prefill.sampling_to_wire(asked), "tcp://m:1", "")
     got = decode(encode(message))
     assert isinstance(got, RelayOpen)
     params = prefill.sampling_from_wire(dict(got.sampling))

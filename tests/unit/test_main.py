@@ -7,8 +7,8 @@ import random
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sglang_pdd.actions import Action, Emit, Send
-from sglang_pdd.main import MAX_HELD_TOKENS, Main
+from sglang_pdd.actions import Action, Emit, GiveUp, Send
+from sglang_pdd.main import MAX_EAGER_TOKENS, MAX_HELD_TOKENS, RELAY_SILENCE, Main
 from sglang_pdd.metrics import Counters
 from sglang_pdd.protocol import Chunk, Logprobs, Ping, Pong, Stop, Tokens
 
@@ -33,7 +33,7 @@ def emitted(actions: list[Action]) -> list[int]:
 
 def test_first_token_of_p_then_tokens_of_rld() -> None:
     main, counters = machine()
-    actions = main.receive("p", tokens(0, 1), 0.0, prefill=True)
+    actions = main.receive("p", tokens(0, 1), 0.0, prefill="p:1")
     assert actions == [Emit(ROOM, 0, ANSWER[:1], None, "P", None)]
     actions = main.receive("rld", tokens(0, 3), 0.0)
     assert actions == [Emit(ROOM, 1, ANSWER[1:3], None, "RLD", None)]
@@ -44,12 +44,12 @@ def test_cached_counts_are_taken_from_a_late_first_token() -> None:
     main, _ = machine()
     main.receive("rld", tokens(0, 2), 0.0)
     late = Tokens((Chunk(ROOM, 0, ANSWER[:1], None, None, (5, 5, 0, 0)),))
-    assert main.receive("p", late, 0.0, prefill=True) == [Emit(ROOM, 2, (), None, "P", (5, 5, 0, 0))]
+    assert main.receive("p", late, 0.0, prefill="p:1") == [Emit(ROOM, 2, (), None, "P", (5, 5, 0, 0))]
 
 
 def test_logprobs_follow_their_tokens() -> None:
     main, _ = machine()
-    main.receive("p", tokens(0, 1), 0.0, prefill=True)
+    main.receive("p", tokens(0, 1), 0.0, prefill="p:1")
     logprobs = Logprobs((-0.5, -1.0, -1.5), 1, (-0.5, -1.0, -1.5), (1, 2, 3))
     (emit,) = main.receive("rld", Tokens((Chunk(ROOM, 0, ANSWER[:3], logprobs),)), 0.0)
     assert isinstance(emit, Emit) and emit.logprobs == Logprobs((-1.0, -1.5), 1, (-1.0, -1.5), (2, 3))
@@ -80,7 +80,7 @@ def test_nothing_after_the_cut(rng: random.Random, kept: int) -> None:
 
 def test_mismatch_mutes_the_relay() -> None:
     main, counters = machine()
-    main.receive("p", tokens(0, 1), 0.0, prefill=True)
+    main.receive("p", tokens(0, 1), 0.0, prefill="p:1")
     actions = main.receive("rld", Tokens((Chunk(ROOM, 0, (ANSWER[0] + 1, 5)),)), 0.0)
     assert actions == [Send("rld", Stop(ROOM, 1, "mismatch"))]
     assert main.receive("rld", tokens(1, 3), 0.0) == []
@@ -111,7 +111,7 @@ def test_ids_beyond_the_vocabulary_are_dropped() -> None:
 def test_unknown_room_and_ping() -> None:
     main, counters = machine()
     assert main.receive("rld", tokens(0, 1, room=99), 0.0) == [Send("rld", Stop(99, 0, "closed"))]
-    assert main.receive("p", tokens(0, 1, room=98), 0.0, prefill=True) == []
+    assert main.receive("p", tokens(0, 1, room=98), 0.0, prefill="p:1") == []
     assert counters.get("messages.dropped", cause="unknown_room") == 2
     assert main.receive("rld", Ping((ROOM, 99)), 0.0) == [Send("rld", Pong((99,)))]
 
@@ -122,3 +122,19 @@ def test_a_room_can_be_used_again() -> None:
     main.cut(ROOM, 5, "aborted")
     main.opened(ROOM)
     assert emitted(main.receive("rld2", tokens(0, 2), 0.0)) == list(ANSWER[:2])
+
+
+def test_enough_is_enough() -> None:
+    main, _ = machine()
+    many = Tokens((Chunk(ROOM, 0, tuple(i % 1000 for i in range(MAX_EAGER_TOKENS))),))
+    actions = main.receive("rld", many, 0.0)
+    assert actions[-1] == Send("rld", Stop(ROOM, MAX_EAGER_TOKENS, "enough"))
+    assert main.receive("rld", Tokens((Chunk(ROOM, MAX_EAGER_TOKENS, (1,)),)), 0.0) == []
+
+
+def test_stuck_is_hopeless_only_without_a_relay() -> None:
+    main, _ = machine()
+    main.receive("rld", tokens(0, 2), 10.0)
+    assert main.stuck(ROOM, 10.0 + RELAY_SILENCE) == []
+    assert main.stuck(ROOM, 10.1 + RELAY_SILENCE) == [GiveUp(ROOM)]
+    assert main.stuck(ROOM + 1, 100.0) == []

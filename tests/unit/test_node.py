@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from sglang_pdd.actions import Command, Emit, OpenRelay, StartDecode, StopDecode
+from sglang_pdd.actions import AnswerEarly, Command, Emit, OpenRelay, StartDecode, StopDecode
 from sglang_pdd.config import PddConfig
 from sglang_pdd.discovery import Found
 from sglang_pdd.main import Main
@@ -110,7 +110,7 @@ def roles() -> Iterator[Roles]:
         return made[-1], address
 
     config = PddConfig(role="prefill", relay_policy="always")
-    p, p_address = make("p", lambda c: Prefill(c, config, SAME, "127.0.0.1:1"), {}, True, ())
+    p, p_address = make("p", lambda c: Prefill(c, config, SAME), {}, True, ())
     md, _ = make("md", lambda c: Main(c, 1000), {"p:1": p_address}, True, ("session-md",))
     rld, _ = make("rld", lambda c: Relay(c, 4, 100_000, lambda key: True), {"p:1": p_address}, False, ("session-rld",))
     md.node.want("p:1")
@@ -127,10 +127,11 @@ def test_a_relay_from_open_to_stop(roles: Roles) -> None:
     assert isinstance(main, Main) and isinstance(prefill, Prefill) and isinstance(relay, Relay)
     main.opened(77)
     roles.p.node.do(prefill.bootstrapped(Job(77, ("session-md",), PROMPT, {}, 1000.0)))
-    (opened,) = roles.p.node.poll()
-    assert isinstance(opened, OpenRelay)
+    early, opened = roles.p.node.poll()
+    assert early == AnswerEarly(77) and isinstance(opened, OpenRelay)
     (start,) = roles.rld.wait(bool, roles.all)
     assert isinstance(start, StartDecode) and start.prompt == PROMPT and start.relay_room == opened.relay_room
+    assert start.bootstrap == "p:1"  # where RLD has found P, whatever P says
 
     roles.p.node.do(prefill.first_token(("session-md",), Chunk(77, 0, (500,), None, None, (3, 3, 0, 0))))
     (first,) = roles.md.wait(bool, roles.all)

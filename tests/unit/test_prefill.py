@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from sglang_pdd.actions import DropRelay, OpenRelay, Send
+from sglang_pdd.actions import AnswerEarly, DropRelay, OpenRelay, Send
 from sglang_pdd.config import PddConfig
 from sglang_pdd.metrics import Counters
 from sglang_pdd.prefill import PEER_TIMEOUT, Job, Prefill
@@ -20,7 +20,7 @@ def hello(role: str, session: str = "", fingerprint: dict[str, str] = SAME, capa
 
 
 def machine(**config: object) -> Prefill:
-    prefill = Prefill(Counters(), PddConfig(role="prefill", **config), SAME, "p:8998")  # type: ignore[arg-type]
+    prefill = Prefill(Counters(), PddConfig(role="prefill", **config), SAME)  # type: ignore[arg-type]
     prefill.receive("md", hello("main", "s1"), 0.0)
     return prefill
 
@@ -32,10 +32,10 @@ def with_relay(**config: object) -> Prefill:
 
 
 def test_every_hello_is_answered() -> None:
-    prefill = Prefill(Counters(), PddConfig(role="prefill"), SAME, "p:1")
+    prefill = Prefill(Counters(), PddConfig(role="prefill"), SAME)
     assert prefill.receive("md", hello("main", "s1"), 0.0) == [Send("md", Welcome(True))]
     assert prefill.receive("md", hello("main", "s1"), 1.0) == [Send("md", Welcome(True))]
-    assert prefill.role_of(("s1",)) == "main" and prefill.role_of(("s2",)) is None
+    assert prefill.peers["md"].hello.role == "main"
 
 
 def test_a_peer_that_differs_is_refused_with_the_reason() -> None:
@@ -46,13 +46,14 @@ def test_a_peer_that_differs_is_refused_with_the_reason() -> None:
     )
     (send,) = prefill.receive("y", hello("router"), 0.0)
     assert isinstance(send, Send) and isinstance(send.message, Welcome) and not send.message.accepted
-    assert prefill.role_of(("s9",)) is None
+    assert set(prefill.peers) == {"md"}
     assert prefill.counters.get("messages.dropped", cause="unwelcome") == 2
 
 
 def test_a_slow_landing_opens_a_relay() -> None:
     prefill = with_relay()
-    opened, send = prefill.bootstrapped(JOB)
+    early, opened, send = prefill.bootstrapped(JOB)
+    assert early == AnswerEarly(5)
     assert isinstance(opened, OpenRelay) and opened.room == 5
     assert isinstance(send, Send) and send.peer == "rld" and isinstance(send.message, RelayOpen)
     assert send.message.relay_room == opened.relay_room and send.message.main == "tcp://md:9310"
@@ -60,18 +61,18 @@ def test_a_slow_landing_opens_a_relay() -> None:
 
 
 def test_when_no_relay_is_opened() -> None:
-    assert with_relay().bootstrapped(dataclasses.replace(JOB, landing_ms=100.0)) == []
-    assert with_relay(relay_policy="never").bootstrapped(JOB) == []
-    assert with_relay().bootstrapped(dataclasses.replace(JOB, obstacle="grammar")) == []
-    assert with_relay().bootstrapped(dataclasses.replace(JOB, sampling={"max_new_tokens": 1})) == []
-    assert machine().bootstrapped(JOB) == []  # nobody there
+    assert with_relay().bootstrapped(dataclasses.replace(JOB, landing_ms=100.0)) == [AnswerEarly(5)]
+    assert with_relay(relay_policy="never").bootstrapped(JOB) == [AnswerEarly(5)]
+    assert with_relay().bootstrapped(dataclasses.replace(JOB, obstacle="grammar")) == [AnswerEarly(5)]
+    assert with_relay().bootstrapped(dataclasses.replace(JOB, sampling={"max_new_tokens": 1})) == [AnswerEarly(5)]
+    assert machine().bootstrapped(JOB) == [AnswerEarly(5)]  # nobody there
     stranger = with_relay()
     assert stranger.bootstrapped(dataclasses.replace(JOB, sessions=("unknown",))) == []
     assert stranger.counters.get("requests", pipeline="stock") == 1
 
 
 def test_always_means_always() -> None:
-    assert len(with_relay(relay_policy="always").bootstrapped(dataclasses.replace(JOB, landing_ms=0.0))) == 2
+    assert len(with_relay(relay_policy="always").bootstrapped(dataclasses.replace(JOB, landing_ms=0.0))) == 3
 
 
 def test_the_least_loaded_relay_is_asked_until_all_are_full() -> None:
@@ -88,7 +89,7 @@ def test_the_least_loaded_relay_is_asked_until_all_are_full() -> None:
 
 
 def relay_room_of(prefill: Prefill) -> int:
-    opened = prefill.bootstrapped(JOB)[0]
+    opened = prefill.bootstrapped(JOB)[1]
     assert isinstance(opened, OpenRelay)
     return opened.relay_room
 
@@ -146,4 +147,4 @@ def test_the_first_token_goes_to_the_owner_of_the_session() -> None:
 def test_a_peer_that_is_silent_is_forgotten() -> None:
     prefill = machine()
     assert prefill.tick(PEER_TIMEOUT + 1) == []
-    assert prefill.role_of(("s1",)) is None and prefill.counters.get("peers", role="main") == 0
+    assert not prefill.peers and prefill.counters.get("peers", role="main") == 0

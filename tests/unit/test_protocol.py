@@ -70,7 +70,7 @@ BY_KIND = {
     ),
     Welcome: st.builds(Welcome, st.booleans(), text),
     RelayOpen: st.builds(
-        RelayOpen, rooms, rooms, text, tuples(token), sampling, text, text, st.booleans(), st.integers(0, 256)
+        RelayOpen, rooms, rooms, tuples(token), sampling, text, text, st.booleans(), st.integers(0, 256)
     ),
     RelayReply: st.builds(RelayReply, rooms, st.booleans(), text, small),
     Tokens: st.builds(Tokens, tuples(chunks(), 4), small),
@@ -82,7 +82,7 @@ BY_KIND = {
 messages = st.one_of(*BY_KIND.values())
 
 HELLO = Hello("relay", "", ("h:1",), {"model": "m"}, "", 4, 0)
-OPEN = RelayOpen(7, 8, "h:8998", (1, 2, 3), {"temperature": 0.5}, "tcp://h:1", "", True, 2)
+OPEN = RelayOpen(7, 8, (1, 2, 3), {"temperature": 0.5}, "tcp://h:1", "", True, 2)
 TOKENS = Tokens((Chunk(1, 0, (5, 6), Logprobs((-1.0, -2.0), 1, (-1.0, -2.0), (5, 6)), "stop", (1, 2, 3, 4)),), 3)
 
 
@@ -215,7 +215,7 @@ LONG = "x" * (p.MAX_TEXT + 1)
         replace(HELLO, fingerprint={LONG: "x"}),
         replace(HELLO, fingerprint={"x": LONG}),
         *(replace(HELLO, **{name: value}) for name in ("capacity", "load") for value in (-1, (1 << 31) + 1)),
-        *(replace(OPEN, **{name: LONG}) for name in ("bootstrap", "main", "main_key")),
+        *(replace(OPEN, **{name: LONG}) for name in ("main", "main_key")),
         *(replace(OPEN, **{name: value}) for name in ("room", "relay_room") for value in (-1, p.ROOM_LIMIT)),
         replace(OPEN, prompt=(-1,)),
         replace(OPEN, sampling={1: 2}),
@@ -285,7 +285,7 @@ def test_the_largest_prompt_and_the_largest_message() -> None:
 @pytest.mark.parametrize("blob", [b"abc", b"", "text", [1, 2], None])
 def test_ids_are_whole_int32(blob) -> None:
     values = raw(OPEN)
-    values[5] = blob
+    values[4] = blob
     if blob == b"":
         assert decode(msgpack.packb(values)).prompt == ()
     else:

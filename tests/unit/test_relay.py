@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from sglang_pdd.actions import Dial, Send, StartDecode, StopDecode
+from sglang_pdd.actions import Dial, HangUp, Send, StartDecode, StopDecode
 from sglang_pdd.metrics import Counters
 from sglang_pdd.protocol import Abort, Chunk, Ping, Pong, RelayOpen, RelayReply, Stop, Tokens
-from sglang_pdd.relay import SILENCE, Relay
+from sglang_pdd.relay import IDLE, SILENCE, Relay
 
 MAIN = "tcp://b:9310"
 
 
 def ask(relay_room: int = 1, room: int = 100, prompt: int = 10, key: str = "k", main: str = MAIN) -> RelayOpen:
-    return RelayOpen(relay_room, room, "a:8998", tuple(range(prompt)), {"max_new_tokens": 5}, main, key)
+    return RelayOpen(relay_room, room, tuple(range(prompt)), {"max_new_tokens": 5}, main, key)
 
 
 def machine(capacity: int = 4, pool: int = 100_000) -> Relay:
@@ -19,19 +19,19 @@ def machine(capacity: int = 4, pool: int = 100_000) -> Relay:
 
 
 def open_relay(relay: Relay, relay_room: int = 1, room: int = 100, peer: str = "p") -> None:
-    actions = relay.receive(peer, ask(relay_room, room), 0.0, prefill=True)
+    actions = relay.receive(peer, ask(relay_room, room), 0.0, prefill="a:8998")
     assert isinstance(actions[1], StartDecode)
 
 
 def test_accepts_and_dials_main() -> None:
-    actions = machine().receive("p", ask(), 0.0, prefill=True)
+    actions = machine().receive("p", ask(), 0.0, prefill="a:8998")
     assert actions[0] == Dial(MAIN, "k")
-    assert isinstance(actions[1], StartDecode) and actions[1].relay_room == 1 and actions[1].prompt == tuple(range(10))
+    assert actions[1] == StartDecode(1, "a:8998", tuple(range(10)), {"max_new_tokens": 5}, False, 0)
     assert actions[2] == Send("p", RelayReply(1, True, "", 1))
 
 
 def refusal(relay: Relay, message: RelayOpen, peer: str = "p") -> str:
-    (send,) = relay.receive(peer, message, 0.0, prefill=True)
+    (send,) = relay.receive(peer, message, 0.0, prefill="a:8998")
     assert isinstance(send, Send) and isinstance(send.message, RelayReply) and not send.message.accepted
     return send.message.reason
 
@@ -67,7 +67,7 @@ def test_one_prefill_cannot_take_everything() -> None:
 def test_a_replayed_open_changes_nothing() -> None:
     relay = machine()
     open_relay(relay)
-    assert relay.receive("p", ask(), 0.0, prefill=True) == []
+    assert relay.receive("p", ask(), 0.0, prefill="a:8998") == []
     assert len(relay) == 1
 
 
@@ -79,7 +79,7 @@ def test_tokens_of_one_step_go_in_one_message_per_main() -> None:
     relay = machine()
     open_relay(relay, 1, 100)
     open_relay(relay, 2, 200)
-    relay.receive("p", ask(3, 300, main="tcp://c:1"), 0.0, prefill=True)
+    relay.receive("p", ask(3, 300, main="tcp://c:1"), 0.0, prefill="a:8998")
     actions = relay.produced([Chunk(1, 0, (5, 6)), Chunk(2, 3, (7,), None, "length"), Chunk(3, 0, (8,))])
     assert actions == [
         Send(MAIN, Tokens((Chunk(100, 0, (5, 6)), Chunk(200, 3, (7,), None, "length")), 3)),
@@ -91,7 +91,7 @@ def test_stop_abort_and_pong_end_a_relay_once() -> None:
     for end in (
         lambda r: r.receive(MAIN, Stop(100, 3, "landed"), 0.0),
         lambda r: r.receive(MAIN, Pong((100,)), 0.0),
-        lambda r: r.receive("p", Abort(1, "aborted"), 0.0, prefill=True),
+        lambda r: r.receive("p", Abort(1, "aborted"), 0.0, prefill="a:8998"),
     ):
         relay = machine()
         open_relay(relay)
@@ -116,3 +116,15 @@ def test_silence_of_main_ends_it() -> None:
     assert not any(isinstance(a, StopDecode) for a in relay.tick(SILENCE + 4.0))
     assert any(isinstance(a, StopDecode) for a in relay.tick(SILENCE + 5.1))
     assert not any(isinstance(a, StopDecode) for a in relay.tick(SILENCE + 9.0))
+
+
+def test_a_connection_that_nobody_needs_is_closed() -> None:
+    relay = machine()
+    open_relay(relay)
+    relay.tick(1.0)
+    relay.receive(MAIN, Pong(()), IDLE)
+    assert HangUp(MAIN) not in relay.tick(IDLE + 2.0)  # it has a relay
+    relay.ended(1)
+    assert HangUp(MAIN) not in relay.tick(IDLE + 5.0)
+    assert HangUp(MAIN) in relay.tick(2 * IDLE + 5.0)
+    assert HangUp(MAIN) not in relay.tick(3 * IDLE)
