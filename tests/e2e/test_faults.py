@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import secrets
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -11,6 +12,7 @@ import pytest
 import tasks
 from checks import Served, limit
 from client import Answer, generate
+from cluster import HOST
 from flip import order_flip
 from matrix import ANSWER_TOKENS, COLD_TOKENS
 from test_disconnect import Caller
@@ -122,11 +124,14 @@ def test_prefill_stops_only_when_its_copies_have_left(served: Served) -> None:
 
 def test_main_dies_while_the_relay_decodes(served: Served) -> None:
     """P and RLD get over it: `Served.end` checks that they hold nothing any more."""
-    caller = Caller(served.cluster.url, _cold().prompt)
-    main = served.cluster.mains[0]
-    served.wait_for("main", "emit", room=served.room(caller.rid), source="RLD")
+    main, prompt = served.cluster.mains[0], _cold().prompt
+    # Past the router, which takes its time to see that P is back.
+    bootstrap = served.cluster.bootstrap_ports[0]
+    place = {"bootstrap_host": HOST, "bootstrap_port": bootstrap, "bootstrap_room": secrets.randbits(62)}
+    callers = [Caller(server.url, prompt, **place) for server in (served.cluster.prefills[0], main)]
+    served.wait_for("main", "emit", room=place["bootstrap_room"], source="RLD")
     main.kill()
-    caller.hang_up()
+    for caller in callers:
+        caller.hang_up()
     served.settle()
     served.restart(main)
-    served.ask(_cold(60, 15))
