@@ -41,4 +41,5 @@ def _product() -> dict[str, Cluster]:
 
 
 CLUSTERS = {**USUAL, **FAULTS, **_product()}
-DEFAULT = tuple(name for name in CLUSTERS if name not in FAULTS)
+DEFAULT = tuple(USUAL)
+LAYOUTS = (*USUAL, *_product())  # for tests that meet the layout at every step

@@ -14,7 +14,7 @@ import tasks
 from checks import Served, limit
 from client import Answer, generate
 from cluster import MODEL
-from matrix import ANSWER_TOKENS, COLD_TOKENS
+from matrix import ANSWER_TOKENS, COLD_TOKENS, LAYOUTS
 
 _seeds = itertools.count(1000)
 
@@ -43,6 +43,7 @@ def assert_direct(served: Served, answer: Answer) -> None:
     assert made["P"] == 1, made
 
 
+@pytest.mark.on(*LAYOUTS)
 @pytest.mark.parametrize("stream", [True, False], ids=["stream", "whole"])
 def test_cold_prompt_is_relayed(served: Served, stream: bool) -> None:
     task = cold()
@@ -54,6 +55,7 @@ def test_cold_prompt_is_relayed(served: Served, stream: bool) -> None:
         assert answer.arrivals[0] < landed, "the first token came no earlier than the KV"
 
 
+@pytest.mark.on(*LAYOUTS)
 @pytest.mark.parametrize("stream", [True, False], ids=["stream", "whole"])
 def test_cold_prompt_in_the_chat_api(served: Served, stream: bool) -> None:
     served.chat(cold(), stream)
@@ -61,6 +63,7 @@ def test_cold_prompt_in_the_chat_api(served: Served, stream: bool) -> None:
     assert served.grown("main", "handoff.extend_tokens") >= 2
 
 
+@pytest.mark.on(*LAYOUTS)
 def test_second_turn_goes_without_relay(served: Served) -> None:
     first = cold()
     served.ask(first)
@@ -76,6 +79,7 @@ def test_short_prompt_goes_without_relay(served: Served) -> None:
     assert_direct(served, served.ask(cold(60, 15)))
 
 
+@pytest.mark.on(*LAYOUTS)
 def test_answer_finished_before_landing(served: Served) -> None:
     answer = served.ask(cold(COLD_TOKENS, 8))
     made, extended = served.story(answer)
@@ -99,6 +103,7 @@ def test_stop_string_in_eager_tokens(served: Served) -> None:
     assert answer.finish is not None and answer.finish["type"] == "stop"
 
 
+@pytest.mark.on(*LAYOUTS)
 def test_twenty_at_once(served: Served) -> None:
     history = cold(1500, 480)  # long enough for its KV to land
     served.ask(history)

@@ -20,7 +20,6 @@ from matrix import ANSWER_TOKENS, COLD_TOKENS
 
 from sglang_pdd.protocol import MAX_MESSAGE, PROTOCOL, Chunk, Hello, Message, Stop, Tokens, Welcome, decode, encode
 
-pytestmark = pytest.mark.on("page1", "page16", "tp2")  # the layout makes no difference here
 _seeds = itertools.count(7000)
 
 
