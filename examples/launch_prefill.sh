@@ -5,7 +5,7 @@ set -euo pipefail
 
 MODEL=${MODEL:-Qwen/Qwen3-32B}
 ADDRESS=${ADDRESS:?the address of this machine as datacenter B reaches it, e.g. 10.1.0.11}
-KEYS=${KEYS:-/etc/sglang-pdd/keys} # made with: sglang-pdd keys
+KEYS=${KEYS:-/etc/sglang-pdd/keys} # this machine's folder of `sglang-pdd keys`
 WAN=${WAN:-9gbit}                  # about 90 % of what the link gives: token ids stay fast beside KV
 
 # The same in all roles, since one engine serves both of prefill's destinations: tcp, or rdma where RoCE reaches B.

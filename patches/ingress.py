@@ -10,6 +10,7 @@ import json
 import logging
 import os
 import secrets
+from functools import partial
 from typing import Any
 
 import torch
@@ -48,7 +49,9 @@ class Seam:
         self.counters = Counters(prometheus=self.rank == 0 and scheduler.metrics_reporter.enable_metrics)
         self.node_id = secrets.token_hex(8)
         assert config.role is not None
-        self.timeline = Timeline(config.timeline if self.rank == 0 else None, config.role, self.node_id)
+        path = config.timeline if self.rank == 0 else None
+        lost = partial(self.counters.inc, "timeline.errors")
+        self.timeline = Timeline(path, config.role, self.node_id, lost)
         self.node: Node | None = None
         self._known_keys = keys.Keys.load(config.keys) if config.keys else None
         self._public_key = self._known_keys.public if self._known_keys else ""
@@ -96,7 +99,8 @@ class Seam:
             )
 
         finder = Finder(self.counters)
-        self.node = Node(machine, endpoint, finder, self.counters, None if config.role == "prefill" else hello)
+        says = None if config.role == "prefill" else hello
+        self.node = Node(machine, endpoint, finder, self.counters, says, keyed=self._known_keys is not None)
         for bootstrap in config.prefills:
             self.node.want(bootstrap)
         if self.scheduler.idle_sleeper is not None:

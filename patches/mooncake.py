@@ -76,7 +76,7 @@ class Lanes:
     """All lanes of one KV manager.
 
     Args:
-        rate: bytes/s that all unlimited-class destinations of this rank share; None: no limit.
+        rate: bytes/s that all WAN destinations of this rank share; None: no limit.
         is_lan: whether an engine session belongs to a relay beside P.
         sent: called from a worker with (room, bytes, seconds) after each WAN segment.
     """

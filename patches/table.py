@@ -236,6 +236,16 @@ ENTRIES: tuple[Entry, ...] = (
     _calls("sglang.srt.observability.req_time_stats", "set_time_batch", "(reqs, set_func, trace_only=False, attrs=None)", "stock time stamps", roles=("main",), kind="function"),
     _calls("sglang.srt.observability.req_time_stats", "set_schedule_time_batch", "(batch)", "stock time stamps", roles=("main",), kind="function"),
     *_uses("sglang.srt.plugins.hook_registry", "HookSource HookType", "names of hooks"),
+    *_uses(REQ, "finished_reason finished_output finished_len to_finish output_ids output_ids_through_stop send_token_offset rid kv logprob grammar return_logprob origin_input_ids bootstrap_room bootstrap_host", "a request's state", roles=ROLES),
+    *_uses(REQ, "disagg_kv_sender start_send_idx disagg_decode_prefix_len metadata_buffer_index pending_bootstrap extend_end", "shown from RLD's side while the second copy is sent", roles=("prefill",)),
+    *_uses(REQ, "retracted_stain extend_len return_sampling_mask", "a request's state", roles=("main",)),
+    *_uses("sglang.srt.managers.schedule_batch.ReqKvInfo", "kv_committed_len cache_protected_len", "how much of a request has KV", roles=("main",), kind="field"),
+    *_uses("sglang.srt.disaggregation.common.conn.CommonKVReceiver", "conclude_state kv_mgr", "has a transfer ended?", roles=("main",)),
+    *_uses("sglang.srt.disaggregation.decode.DecodeTransferQueue", "queue has_pending_deferred_releases", "can anything free memory?", roles=("main",)),
+    *_uses("sglang.srt.disaggregation.decode.DecodePreallocQueue", "retracted_queue kv_manager", "can anything free memory?", roles=("main", "relay")),
+    *_uses("sglang.srt.mem_cache.base_prefix_cache.BasePrefixCache", "evictable_size protected_size", "the pool, for operators and for the extend pass", roles=ROLES),
+    *_uses("sglang.srt.managers.scheduler_components.idle_sleeper.IdleSleeper", "poller", "our sockets end an idle scheduler's sleep", roles=ROLES),
+    *_uses("sglang.srt.disaggregation.mooncake.conn.MooncakeKVManager", "get_session_id", "names this engine to P", roles=ROLES),
 
     # --- P: prefill.py
     _hook(
@@ -439,7 +449,7 @@ ENTRIES: tuple[Entry, ...] = (
         REQ,
         "prefix_len extend_end full_untruncated_fill_ids already_computed _cache_breakdown_computed "
         "logprob_start_len cached_tokens cached_tokens_device cached_tokens_host cached_tokens_storage "
-        "output_ids finished_reason finished_len send_token_offset pd_rebootstrap_forced_output_id",
+        "pd_rebootstrap_forced_output_id",
         "a request's state", roles=("main",),
     ),
     *_uses(

@@ -114,12 +114,10 @@ def _zmq() -> Iterator[Check]:
 
 
 def _versions() -> Iterator[Check]:
-    for name in ("msgpack", "torch", "triton"):
+    for name in ("msgpack", "torch"):
         version = _version(name)
         if version is not None:
             yield Check(name, "ok", version)
-        elif name == "triton":
-            yield Check(name, "note", "not installed", "kernels fall back to PyTorch; pip install triton")
         else:
             yield Check(name, "problem", "not installed", f"pip install {name}")
 
@@ -153,7 +151,10 @@ def _plugin() -> Iterator[Check]:
 
 def _hooks() -> Iterator[Check]:
     try:
-        problems: list[str] = _import("sglang_pdd.patches.guard").check_all()
+        guard = _import("sglang_pdd.patches.guard")
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            problems: list[str] = guard.check_all()
     except Exception as error:
         problems = [f"the hook table cannot be checked: {_why(error)}"]
     for problem in problems:
@@ -163,17 +164,15 @@ def _hooks() -> Iterator[Check]:
 
 
 def _engine() -> Iterator[Check]:
-    errors = []
-    for name in ("mooncake.engine", "nixl"):
-        try:
-            _import(name)
-        except Exception as error:
-            errors.append(f"{name}: {_why(error)}")
-        else:
-            yield Check("transfer engine", "ok", name)
-            return
+    try:
+        _import("mooncake.engine")
+    except Exception as error:
+        problem = f"mooncake.engine: {_why(error)}"
+    else:
+        yield Check("transfer engine", "ok", "Mooncake")
+        return
     remedy = "pip install mooncake-transfer-engine (without CUDA: mooncake-transfer-engine-non-cuda)"
-    yield Check("transfer engine", "problem", "; ".join(errors), remedy)
+    yield Check("transfer engine", "problem", problem, remedy)
 
 
 def _cuda() -> Iterator[Check]:

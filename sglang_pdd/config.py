@@ -96,7 +96,7 @@ FLAGS = (
     ),
     Flag(
         "max_relays",
-        "Most requests that this relay decodes at once. Default: from the size of its KV pool.",
+        "Most requests that this relay decodes at once. Default: 64. At most --max-running-requests, and what its KV pool has room for.",
         metavar="N",
         roles=("relay",),
     ),
@@ -211,6 +211,17 @@ class PddConfig:
             raise ConfigError(f"--pdd-keys {self.keys}: no such folder; make it with `sglang-pdd keys`")
         if self.role in ("prefill", "main"):
             self._check_socket()
+        self._check_prefills()
+        if self.timeline is not None and not Path(self.timeline).parent.is_dir():
+            raise ConfigError(f"--pdd-timeline {self.timeline}: its folder does not exist")
+
+    def _check_prefills(self) -> None:
+        """Prompts and tokens must not cross a network in clear unless somebody said so."""
+        far = [a for a in self.prefills if not is_loopback(parse_address(a, "--pdd-prefills")[0])]
+        if far and self.keys is None and not self.insecure:
+            raise ConfigError(
+                f"--pdd-prefills {far[0]} is not loopback: give --pdd-keys DIR, or --pdd-insecure where nobody listens"
+            )
 
     def _check_roles(self) -> None:
         defaults = PddConfig()
@@ -253,12 +264,8 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         else:
             # Text, parsed by PddConfig: one wording of errors for flags and environment.
             default = _from_environ(flag)
-            group.add_argument(flag.option, default=default, metavar=flag.metavar, choices=flag.choices, help=text)
-
-
-def environment_says_something(environ: Mapping[str, str] = os.environ) -> bool:
-    """Whether any flag's variable is set and not empty."""
-    return any(environ.get(flag.variable) for flag in FLAGS)
+            metavar = flag.metavar or "{" + ",".join(flag.choices or ()) + "}"
+            group.add_argument(flag.option, default=default, metavar=metavar, help=text)
 
 
 def is_wildcard(host: str) -> bool:

@@ -41,7 +41,9 @@ class Keys:
         path = Path(folder)
         secret_file = path / "secret.key"
         if not secret_file.is_file():
-            raise KeysError(f"{secret_file} is missing: make it with `sglang-pdd keys DIR --names ...`")
+            inner = next((f.parent.name for f in sorted(path.glob("*/secret.key"))), None)
+            hint = f"did you mean {path / inner}?" if inner else "make it with `sglang-pdd keys DIR --names ...`"
+            raise KeysError(f"{secret_file} is missing: {hint}")
         mode = secret_file.stat().st_mode & 0o777
         if mode & 0o027:  # the group may read: that is how orchestrators mount secrets
             raise KeysError(f"{secret_file} has mode {mode:04o}, others can use it: chmod 600 {secret_file}")
@@ -59,7 +61,8 @@ class Keys:
 def make(folder: str | os.PathLike[str], names: Sequence[str], *, force: bool = False) -> list[str]:
     """Make ``folder/<name>`` for each name, each with the public keys of all names. Returns the names newly made.
 
-    Existing secrets are kept unless ``force``, so that a node can be added later by naming all of them again.
+    Nodes that the folder has already are kept and learn the new keys, so that a node can be added, or with ``force`` be
+    given a new key, by naming it alone; copy all folders to their machines again then.
 
     Raises:
         KeysError: a bad name, or an existing secret that cannot be read.
@@ -68,12 +71,13 @@ def make(folder: str | os.PathLike[str], names: Sequence[str], *, force: bool = 
         raise KeysError("give at least one name, and each only once")
     for name in names:
         if not _NAME.fullmatch(name):
-            raise KeysError(f"bad name {name!r}: letters, digits, '.', '_' and '-' only")
+            raise KeysError(f"bad name {name!r}: at most 64 letters, digits, '.', '_' and '-', not '.' or '-' first")
+    others = sorted({file.parent.name for file in Path(folder).glob("*/secret.key")} - set(names))
     publics: dict[str, str] = {}
     made: list[str] = []
-    for name in names:
+    for name in (*names, *others):
         secret_file = Path(folder) / name / "secret.key"
-        if secret_file.exists() and not force:
+        if secret_file.exists() and not (force and name in names):
             publics[name] = _read(secret_file)[0]
             continue
         public, secret = (key.decode() for key in zmq.curve_keypair())
@@ -81,7 +85,7 @@ def make(folder: str | os.PathLike[str], names: Sequence[str], *, force: bool = 
         _write(secret_file, _certificate(name, public, secret), 0o600)
         publics[name] = public
         made.append(name)
-    for name in names:
+    for name in publics:
         peers = Path(folder) / name / "peers"
         peers.mkdir(exist_ok=True)
         for other, public in publics.items():

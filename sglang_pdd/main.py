@@ -50,7 +50,7 @@ class Main:
             return [a for chunk in message.chunks for a in self._chunk(peer, chunk, now, prefill is not None)]
         if isinstance(message, Ping):
             return [Send(peer, Pong(tuple(r for r in message.rooms if r not in self._sessions)))]
-        return []  # an Abort tells of a relay that ended: MD goes on without
+        return []
 
     def cut(self, room: int, kept: int, why: str) -> list[Action]:
         """MD goes on by itself, or is done with the request: it keeps ``kept`` output tokens."""

@@ -30,6 +30,7 @@ class Machine(Protocol):
 class Node:
     """Args:
     hello: what this node says of itself to prefills; None for a prefill.
+    keyed: this node has CURVE keys.
     """
 
     def __init__(
@@ -39,6 +40,7 @@ class Node:
         finder: Finder,
         counters: Counters,
         hello: Callable[[], Hello] | None = None,
+        keyed: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._machine = machine
@@ -46,6 +48,7 @@ class Node:
         self._finder = finder
         self._counters = counters
         self._hello = hello
+        self._keyed = keyed
         self._clock = clock
         self._prefills: dict[str, str] = {}  # endpoint -> bootstrap address
         self._heard: dict[str, float] = {}  # endpoint of a prefill -> when it last spoke
@@ -106,6 +109,8 @@ class Node:
             for endpoint in [e for e, b in self._prefills.items() if b == found.bootstrap and e != found.endpoint]:
                 del self._prefills[endpoint]  # that prefill has moved
                 self._endpoint.hangup(endpoint)
+            if found.public_key and not self._keyed:
+                logger.error("PDD: prefill %s uses keys, this node has none: give --pdd-keys", found.bootstrap)
             if found.endpoint not in self._prefills and self._dial(found.endpoint, found.public_key):
                 logger.info("PDD: prefill %s answers at %s", found.bootstrap, found.endpoint)
                 self._prefills[found.endpoint] = found.bootstrap

@@ -35,7 +35,8 @@ def register() -> None:
 def _asked_for(argv: list[str]) -> bool:
     if any(word.startswith("--pdd-") or word in ("-h", "--help") for word in argv):
         return True
-    if any(name.startswith("PDD_") and value for name, value in os.environ.items()):
+    # Only these two ask for anything; other PDD_* may be somebody else's (Kubernetes names a service's port so).
+    if os.environ.get("PDD_ROLE") or os.environ.get("PDD_WAN_RATE_LIMIT"):
         return True
     if "--config" in argv[:-1]:  # SGLang's YAML file of flags
         try:

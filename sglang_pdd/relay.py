@@ -26,7 +26,6 @@ class _Session:
     main: str
     tokens: int  # of the pool, that it may take
     heard: float
-    sent: int = 0
     stopping: bool = False
 
 
@@ -80,7 +79,6 @@ class Relay:
             if session is None or session.stopping:
                 self._counters.inc("tokens.wasted", len(chunk.ids))
                 continue
-            session.sent = chunk.start + len(chunk.ids)
             by_main.setdefault(session.main, []).append(
                 Chunk(session.room, chunk.start, chunk.ids, chunk.logprobs, chunk.finished)
             )

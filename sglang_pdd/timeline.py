@@ -6,6 +6,7 @@ import json
 import logging
 import os
 import time
+from collections.abc import Callable
 from typing import Any
 
 _log = logging.getLogger(__name__)
@@ -14,11 +15,13 @@ _log = logging.getLogger(__name__)
 class Timeline:
     """Appends events to a file; with ``path`` None it does nothing. Thread-safe; several processes may share a file.
 
-    A file that cannot be opened or written is logged once and never raises: ``errors`` counts the events lost.
+    A file that cannot be opened or written is logged once and never raises: ``errors`` counts the events lost, and
+    ``lost`` is called for each.
     """
 
-    def __init__(self, path: str | None, role: str, node: str) -> None:
+    def __init__(self, path: str | None, role: str, node: str, lost: Callable[[], None] | None = None) -> None:
         self.errors = 0
+        self._tell = lost
         self._own = {"role": role, "node": node}
         self._fd = -1
         if path is not None:
@@ -50,6 +53,8 @@ class Timeline:
 
     def _lost(self, error: Exception) -> None:
         self.errors += 1
+        if self._tell is not None:
+            self._tell()
         if self.errors == 1:
             _log.warning("cannot write the PDD timeline: %s", error)
 

@@ -50,6 +50,13 @@ def test_off():
     ]
 
 
+def test_other_peoples_variables():
+    """Kubernetes says where a service named ``pdd`` is."""
+    done = launch("--model-path", "no-such-model", PDD_PORT="tcp://10.0.0.1:9310", SGLANG_PLUGINS="pdd")
+    assert done.returncode == 0, done.stderr
+    assert "hooks []" in done.stdout
+
+
 def test_help_has_our_group():
     done = launch("--help")
     assert done.returncode == 0, done.stderr

@@ -38,8 +38,8 @@ def test_off_by_default():
         ["--pdd-role", "prefill"],
         ["--pdd-role", "prefill", "--pdd-wan-rate-limit", "1gbit", "--pdd-relay-policy", "never"],
         ["--pdd-role", "main", "--pdd-port", "1234", "--pdd-handoff", "one-shot", "--pdd-timeline", "t.jsonl"],
-        ["--pdd-role", "main", "--pdd-prefills", "a:1"],
-        ["--pdd-role", "relay", "--pdd-prefills", "a:1, b:2", "--pdd-max-relays", "4"],
+        ["--pdd-role", "main", "--pdd-prefills", "a:1", "--pdd-insecure"],
+        ["--pdd-role", "relay", "--pdd-prefills", "127.0.0.1:1, [::1]:2", "--pdd-max-relays", "4"],
         ["--pdd-role", "prefill", "--pdd-host", "0.0.0.0", "--pdd-advertise", "10.0.0.1", "--pdd-insecure"],
         ["--pdd-role", "prefill", "--pdd-host", "::1"],
         ["--pdd-wan-rate-limit", "100mbit"],
@@ -85,6 +85,9 @@ def test_environment_and_command_line_wins(monkeypatch):
         (["--pdd-role", "relay"], "needs --pdd-prefills"),
         (["--pdd-role", "relay", "--pdd-prefills", "nowhere"], "--pdd-prefills nowhere: expected HOST:PORT"),
         (["--pdd-role", "relay", "--pdd-prefills", "a:0"], "expected HOST:PORT"),
+        (["--pdd-role", "relay", "--pdd-prefills", "a:1"], "a:1 is not loopback: give --pdd-keys DIR"),
+        (["--pdd-role", "main", "--pdd-timeline", "/no/such/folder/t.jsonl"], "its folder does not exist"),
+        (["--pdd-role", "prefil"], "--pdd-role prefil: expected prefill or relay or main"),
         (["--pdd-role", "prefill", "--pdd-prefills", "a:1"], "belongs to --pdd-role relay or main"),
         (["--pdd-role", "main", "--pdd-relay-policy", "never"], "belongs to --pdd-role prefill"),
         (["--pdd-role", "main", "--pdd-relay-threshold-ms", "5"], "belongs to --pdd-role prefill"),
@@ -110,7 +113,7 @@ def test_refused(argv, words):
 def test_the_servers_address_counts_too():
     assert "wildcard" in refused("--pdd-role", "prefill", host="0.0.0.0")
     assert "not loopback" in refused("--pdd-role", "prefill", host="10.0.0.1")
-    parse("--pdd-role", "relay", "--pdd-prefills", "a:1", host="0.0.0.0").validate()  # a relay binds nothing
+    parse("--pdd-role", "relay", "--pdd-prefills", "localhost:1", host="0.0.0.0").validate()  # a relay binds nothing
 
 
 @pytest.mark.parametrize("argv", [["--pdd-port", "x"], ["--pdd-wan-rate-limit", "fast"], ["--pdd-max-relays", "1.5"]])

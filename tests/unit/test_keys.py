@@ -90,3 +90,20 @@ def test_what_cannot_be_loaded(tmp_path: Path) -> None:
         Keys.load(folder)
     with pytest.raises(KeysError, match="is missing"):
         Keys.load(tmp_path / "nowhere")
+
+
+def test_a_node_that_is_added_alone_is_known_to_all(tmp_path: Path) -> None:
+    make(tmp_path, ("a", "b"))
+    assert make(tmp_path, ("c",)) == ["c"]
+    new = Keys.load(tmp_path / "c").public
+    assert all(new in Keys.load(tmp_path / name).peers for name in ("a", "b", "c"))
+    assert len(Keys.load(tmp_path / "c").peers) == 3
+    make(tmp_path, ("c",), force=True)
+    assert Keys.load(tmp_path / "c").public != new
+    assert all(Keys.load(tmp_path / "c").public in Keys.load(tmp_path / name).peers for name in ("a", "b"))
+
+
+def test_the_folder_of_all_nodes_is_not_a_nodes_folder(tmp_path: Path) -> None:
+    make(tmp_path, ("a", "b"))
+    with pytest.raises(KeysError, match=r"did you mean .*/a\?"):
+        Keys.load(tmp_path)
