@@ -24,6 +24,7 @@ from sglang_pdd.config import PddConfig
 from sglang_pdd.discovery import Finder
 from sglang_pdd.metrics import Counters
 from sglang_pdd.node import Machine, Node
+from sglang_pdd.patches import guard
 from sglang_pdd.protocol import Hello
 from sglang_pdd.timeline import Timeline
 from sglang_pdd.transport import Endpoint
@@ -138,6 +139,7 @@ class Seam:
                 "used": total - available - evictable,
             },
             "counters": self.counters.snapshot(),
+            "hook_failures": dict(guard.failures),
         }
 
 

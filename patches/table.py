@@ -212,7 +212,7 @@ ENTRIES: tuple[Entry, ...] = (
     _hook(
         SCHEDULER, "get_internal_state",
         "(self, recv_req)",
-        "after", "ingress:internal_state", "PDD's part of /get_server_info", roles=ROLES,
+        "after", "ingress:internal_state", "PDD's part of /get_server_info", roles=ROLES, safe=True,
     ),
     *_uses("sglang.utils", "TypeBasedDispatcher", "dispatches our commands", roles=ROLES, kind="class"),
     *_uses(
@@ -390,17 +390,17 @@ ENTRIES: tuple[Entry, ...] = (
     _hook(
         RESULTS, "process_batch_result_prefill",
         "(self, batch, result)",
-        "after", "main:extend_processed", "an extend pass is done", roles=("main",),
+        "after", "main:extend_processed", "an extend pass is done", roles=("main",), safe=True,
     ),
     _hook(
         STREAMER, "stream_output",
         "(self, reqs, return_logprob, skip_req=None)",
-        "after", "main:output_streamed", "an answer is complete", roles=("main",),
+        "after", "main:output_streamed", "an answer is complete", roles=("main",), safe=True,
     ),
     _hook(
         SCHEDULER, "send_abort_output",
         "(self, abort_req, req)",
-        "after", "main:abort_sent", "an answer will never be complete", roles=("main",),
+        "after", "main:abort_sent", "an answer will never be complete", roles=("main",), safe=True,
     ),
     _calls(
         BATCH, "init_new",

@@ -96,7 +96,8 @@ FLAGS = (
     ),
     Flag(
         "max_relays",
-        "Most requests that this relay decodes at once. Default: 64. At most --max-running-requests, and what its KV pool has room for.",
+        "Most requests that this relay decodes at once. Default: 64. At most --max-running-requests, and what its pool "
+        "has room for.",
         metavar="N",
         roles=("relay",),
     ),

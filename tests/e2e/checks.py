@@ -197,7 +197,9 @@ class Served:
         found = BAD_LOG.search(text)
         assert found is None, f"{server.name} logged:\n{text[max(0, found.start() - 300) : found.start() + 3000]}"
         if server in self.cluster.workers and server.alive:
-            counters = self.cluster.state(server)["counters"]
+            state = self.cluster.state(server)
+            counters = state["counters"]
+            assert not state["hook_failures"], f"{server.name}: {state['hook_failures']}"
             errors = {k: v for k, v in counters.items() if k.startswith(("hooks.errors", "timeline.errors"))}
             assert not errors, f"{server.name}: {errors}"
 
