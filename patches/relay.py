@@ -16,7 +16,7 @@ from sglang_pdd.actions import Command, StartDecode, StopDecode
 from sglang_pdd.config import PddConfig
 from sglang_pdd.patches import ingress
 from sglang_pdd.patches.logprobs import output_logprobs
-from sglang_pdd.patches.prefill import sampling_from_wire
+from sglang_pdd.patches.sampling import sampling_from_wire
 from sglang_pdd.protocol import Chunk
 from sglang_pdd.relay import Relay
 

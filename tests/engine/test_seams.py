@@ -13,7 +13,7 @@ from sglang.srt.managers.scheduler_components.idle_sleeper import IdleSleeper
 from sglang.srt.sampling.sampling_params import SamplingParams
 
 from sglang_pdd.metrics import Counters
-from sglang_pdd.patches import ingress, logprobs, mooncake, prefill
+from sglang_pdd.patches import ingress, logprobs, mooncake, sampling
 from sglang_pdd.patches.mooncake import Lanes
 from sglang_pdd.protocol import Ping, RelayOpen, decode, encode
 from sglang_pdd.transport import Endpoint
@@ -119,10 +119,10 @@ def test_sampling_parameters_survive_the_wire() -> None:
         max_new_tokens=77, temperature=0.5, top_p=0.9, stop=["a", "b"], stop_token_ids=[3, 1], logit_bias={"5": 1.5}
     )
     asked.normalize(SimpleNamespace(encode=lambda text, **options: list(text)))
-    message = RelayOpen(1, 2, (1, 2), prefill.sampling_to_wire(asked), "tcp://m:1", "")
+    message = RelayOpen(1, 2, (1, 2), sampling.sampling_to_wire(asked), "tcp://m:1", "")
     got = decode(encode(message))
     assert isinstance(got, RelayOpen)
-    params = prefill.sampling_from_wire(dict(got.sampling))
+    params = sampling.sampling_from_wire(dict(got.sampling))
     for name in SamplingParams.__struct_fields__:
         assert getattr(params, name) == getattr(asked, name), name
 
@@ -130,7 +130,7 @@ def test_sampling_parameters_survive_the_wire() -> None:
 @pytest.mark.parametrize("wire", [{"no_such_thing": 1}, {"temperature": "hot"}, {"max_new_tokens": [1]}])
 def test_sampling_parameters_that_are_none_are_refused(wire: dict[str, Any]) -> None:
     with pytest.raises(Exception, match=r"unknown sampling|Expected|expected|not supported"):
-        prefill.sampling_from_wire(wire)
+        sampling.sampling_from_wire(wire)
 
 
 def test_logprobs_go_over_and_come_back() -> None:
