@@ -36,6 +36,9 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
 def _full_report(reporter: pytest.TerminalReporter, seconds: float) -> str:
     counts = {kind: reporter.stats.get(kind, []) for kind in ("passed", "failed", "error", "skipped", "xfailed")}
     total = ", ".join(f"{len(reports)} {kind}" for kind, reports in counts.items() if reports)
+    left_out = len(reporter.stats.get("deselected", []))
+    if left_out:
+        total += f", {left_out} left out"
     lines = ["# The last full test run", "", f"{total} in {seconds / 60:.0f} minutes on {os.cpu_count()} cores.", ""]
     lines += ["| test | result | s |", "|---|---|---|"]
     for kind, reports in counts.items():
