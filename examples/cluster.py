@@ -72,7 +72,8 @@ class Server:
     """Size of the log when the server was ready: what comes later is not start-up noise."""
 
     def start(self) -> None:
-        """Spawn the process; `wait` says when it serves."""
+        """Spawn the process; `start_all` says when it serves."""
+        assert not self.alive, f"{self.name} is running"
         self.log.parent.mkdir(parents=True, exist_ok=True)
         with self.log.open("ab") as log:  # a server that is started again goes on in the same log
             self.process = subprocess.Popen(
