@@ -9,12 +9,13 @@ from cluster import Cluster
 # The KV of a prompt of COLD_TOKENS takes 1.6 s, that of a short one is across before a relay would pay. The answer has
 # about twice as many tokens as a relay makes in that time on two free cores.
 RATE = "30mbit"
+SLOW_RATE = "12mbit"  # with two ranks: six schedulers on two cores can hold a LAN copy up for more than a second
 COLD_TOKENS, ANSWER_TOKENS = 3000, 960
 
 USUAL = {
     "page1": Cluster(kind="pdd", page_size=1, overlap=True, router="rust", wan_rate_limit=RATE),
     "page16": Cluster(kind="pdd", page_size=16, overlap=False, router="mini-lb", wan_rate_limit=RATE),
-    "tp2": Cluster(kind="pdd", page_size=16, overlap=True, router="rust", tp=2, wan_rate_limit=RATE),
+    "tp2": Cluster(kind="pdd", page_size=16, overlap=True, router="rust", tp=2, wan_rate_limit=SLOW_RATE),
 }
 FAULTS = {
     "faults": Cluster(
@@ -34,7 +35,8 @@ WITH_KEYS = ("faults",)
 def _product() -> dict[str, Cluster]:
     clusters = {}
     for page, overlap, router, tp in product((1, 16), (True, False), ("rust", "mini-lb"), (1, 2)):
-        spec = Cluster(kind="pdd", page_size=page, overlap=overlap, router=router, tp=tp, wan_rate_limit=RATE)
+        rate = RATE if tp == 1 else SLOW_RATE
+        spec = Cluster(kind="pdd", page_size=page, overlap=overlap, router=router, tp=tp, wan_rate_limit=rate)
         if spec not in USUAL.values():
             clusters[f"full-page{page}-{'overlap' if overlap else 'sync'}-{router}-tp{tp}"] = spec
     return clusters
