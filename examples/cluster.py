@@ -68,8 +68,6 @@ class Server:
     timeline: Path | None = None
     pdd_port: int | None = None
     process: subprocess.Popen[bytes] | None = None
-    ready_offset: int = 0
-    """Size of the log when the server was ready: what comes later is not start-up noise."""
 
     def start(self) -> None:
         """Spawn the process; `start_all` says when it serves."""
@@ -102,22 +100,13 @@ class Server:
         if not self.alive:
             raise ServerDied(f"{self.name} ended while starting; the end of {self.log}:\n{self.tail()}")
         try:
-            ready = requests.get(self.url + self.health, timeout=5).status_code == 200
+            return requests.get(self.url + self.health, timeout=5).status_code == 200
         except requests.RequestException:
             return False
-        if ready:
-            self.ready_offset = self.log.stat().st_size
-        return ready
 
     def tail(self, lines: int = 40) -> str:
         """The last lines of the log."""
         return "\n".join(self.log.read_text(errors="replace").splitlines()[-lines:])
-
-    def log_since_ready(self) -> str:
-        """What it has logged since it was ready."""
-        with self.log.open("rb") as log:
-            log.seek(self.ready_offset)
-            return log.read().decode(errors="replace")
 
     def members(self) -> list[int]:
         """Ids of all living processes of the group."""

@@ -23,7 +23,6 @@ MAX_WANTED = 256  # addresses come with requests: a client must not make us ask 
 WORKERS = 4  # so that one address that swallows packets does not hold up the others
 
 _IN_PROGRESS = float("inf")
-_FOUND = float("inf")
 _log = logging.getLogger(__name__)
 
 
