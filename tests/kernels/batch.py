@@ -1,0 +1,109 @@
+"""Random ragged batches, and the kernel beside its reference."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from sglang_pdd.kernels import reference
+from sglang_pdd.kernels.extend_decode import Plan, extend_decode
+from sglang_pdd.kernels.tiles import Config, Shape
+
+
+@dataclass
+class Batch:
+    """Tensors of one batch: see `reference.extend_attention`. ``new_slots``: where the new tokens go."""
+
+    q: torch.Tensor
+    k_new: torch.Tensor
+    v_new: torch.Tensor
+    k_pool: torch.Tensor
+    v_pool: torch.Tensor
+    new_slots: torch.Tensor
+    qo_indptr: torch.Tensor
+    kv_indptr: torch.Tensor
+    kv_indices: torch.Tensor
+
+    @property
+    def inputs(self) -> tuple[torch.Tensor, ...]:
+        return (self.q, self.k_new, self.v_new, self.k_pool, self.v_pool)
+
+
+def make(
+    shape: Shape,
+    news: Sequence[int],
+    prefixes: Sequence[int],
+    *,
+    page: int = 1,
+    slots: int | None = None,
+    seed: int = 0,
+    device: str = "cpu",
+) -> Batch:
+    """A batch whose request ``i`` brings ``news[i]`` tokens over ``prefixes[i]`` cached ones, in pages all over the pool.
+
+    What the pool holds besides them is NaN, so are the places of the new tokens. ``slots``: the pool's size; at least
+    what is needed.
+    """
+    rng = torch.Generator().manual_seed(seed)
+    kind, kv_kind = getattr(torch, shape.dtype), getattr(torch, shape.kv_dtype)
+    tokens, lens = sum(news), [n + p for n, p in zip(news, prefixes, strict=True)]
+    pages = [-(-length // page) for length in lens]
+    size = max(slots or 0, (sum(pages) + 2) * page) // page * page
+    order = torch.randperm(size // page - 1, generator=rng)[: sum(pages)] + 1
+    where, first = [], 0
+    for length, number in zip(lens, pages, strict=True):
+        own = order[first : first + number, None] * page + torch.arange(page)
+        where.append(own.flatten()[:length])
+        first += number
+    old = torch.cat([w[:p] for w, p in zip(where, prefixes, strict=True)])
+    fresh = torch.cat([w[p:] for w, p in zip(where, prefixes, strict=True)])
+
+    def normal(*size: int) -> torch.Tensor:
+        return torch.randn(size, generator=rng)
+
+    def pool(width: int) -> torch.Tensor:
+        full = torch.full((size, shape.kv_heads, width), torch.nan, dtype=kv_kind)
+        full[old] = normal(len(old), shape.kv_heads, width).to(kv_kind)
+        return full
+
+    q = normal(tokens, shape.heads, shape.qk_dim).to(kind)
+    k_new, k_pool = normal(tokens, shape.kv_heads, shape.qk_dim).to(kind), pool(shape.qk_dim)
+    if shape.latent:
+        v_new, v_pool = k_new[..., : shape.v_dim], k_pool[..., : shape.v_dim]
+    else:
+        v_new, v_pool = normal(tokens, shape.kv_heads, shape.v_dim).to(kind), pool(shape.v_dim)
+
+    def indptr(lens: Sequence[int]) -> torch.Tensor:
+        return torch.tensor([0, *lens]).cumsum(0).int()
+
+    tensors = (q, k_new, v_new, k_pool, v_pool, fresh, indptr(news), indptr(prefixes), old)
+    return Batch(*(x.to(device) for x in tensors))
+
+
+def run(
+    config: Config, shape: Shape, batch: Batch, plan: Plan | None = None, window: int = -1, write: bool = True, **options
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The kernel's out and LSE; what it fails to write is NaN."""
+    device = batch.q.device
+    plan = plan or Plan(config, shape, batch.qo_indptr.shape[0] - 1, batch.q.shape[0], device)
+    plan.update(batch.qo_indptr, batch.kv_indptr, window)
+    out = torch.full((*batch.q.shape[:2], shape.v_dim), torch.nan, dtype=batch.q.dtype, device=device)
+    lse = torch.full(batch.q.shape[:2], torch.nan, dtype=torch.float32, device=device)
+    plan.part.fill_(torch.nan)
+    plan.part_lse.fill_(torch.nan)
+    slots = batch.new_slots if write else None
+    extend_decode(*batch.inputs, slots, batch.kv_indices, out, plan, lse=lse, **options)
+    return out, lse
+
+
+def expect(batch: Batch, window: int = -1, **options) -> tuple[torch.Tensor, torch.Tensor]:
+    """The reference's out and LSE."""
+    ends = (batch.qo_indptr, batch.kv_indptr, batch.kv_indices)
+    return reference.extend_attention(*batch.inputs, *ends, window=window, **options)
+
+
+def error(got: torch.Tensor, want: torch.Tensor) -> float:
+    """The largest deviation, relative to the largest value; NaN if anything was not written."""
+    return float((got.double() - want).abs().max() / want.abs().max().clamp_min(1e-30))
