@@ -22,44 +22,113 @@ EVERY = (1 << 31) - 1
 
 
 @triton.jit
-def _softmax_step(s, m, total, unit, WINDOW: tl.constexpr):
-    """One step of the online softmax. ``s``: logits ``[M, N]`` in units of ``1 / unit`` octaves; ``m``: their maximum."""
-    highest = tl.maximum(m, tl.max(s, 1))
-    # Only a window can hide a whole tile from a row, whose maximum then is still -inf.
-    shift = tl.where(highest == float("-inf"), 0.0, highest) if WINDOW else highest
-    p = tl.exp2(s * unit - (shift * unit)[:, None])
-    fade = tl.exp2((m - shift) * unit)
-    return p, fade, highest, total * fade + tl.sum(p, 1)
-
-
-@triton.jit
 def _capped(s, scale, cap):
     return cap * (1 - 2 / (tl.exp2(s * (2 * scale / cap * LOG2E)) + 1))
 
 
 @triton.jit
-def _dot(a0, a1, b0, b1, TWO: tl.constexpr):
-    s = tl.dot(a0, b0, input_precision="ieee")
-    return tl.dot(a1, b1, s, input_precision="ieee") if TWO else s
+def _slots(kv_indices, new_slots, position, wanted, prefix, seen, EDGE: tl.constexpr, FUSED: tl.constexpr):
+    """Where the rows at these positions lie in the pool. Past the end: where the last one lies, so all rows exist.
+
+    A new token that is read from its source rather than from the pool lies in slot 0.
+    """
+    if EDGE:
+        position = tl.minimum(position, seen - 1)
+        slots = tl.load(kv_indices + position, wanted & (position < prefix), 0)
+        if not FUSED:
+            fresh = tl.load(new_slots + (position - prefix), wanted & (position >= prefix), 0)
+            slots = tl.where(position < prefix, slots.to(tl.int64), fresh.to(tl.int64))
+        return slots
+    return tl.load(kv_indices + position, wanted, 0)
 
 
 @triton.jit
-def _edge_tile(pool, new, d, is_old, is_new, scale, TO: tl.constexpr):
-    """A tile whose rows come from the pool or are new: ``pool``, ``new`` point at rows, ``d`` are their columns.
+def _copy(source, target, dims, real, scale):
+    """Rows into a pool, which holds ``source / scale``; ``source``, ``target`` point at the rows."""
+    values = tl.load(source[:, None] + dims[None, :], real[:, None], 0.0)
+    if source.dtype != target.dtype:
+        values = values / scale
+    tl.store(target[:, None] + dims[None, :], values.to(target.dtype.element_ty), real[:, None])
 
-    New values are rounded as the pool rounds them: a token sees itself as later ones will.
-    """
-    old = tl.load(pool + d, is_old, 0.0)
-    fresh = tl.load(new + d, is_new, 0.0)
-    fresh = (fresh / scale).to(old.dtype) if fresh.dtype != old.dtype else fresh
-    return tl.where(is_new, fresh.to(TO), old.to(TO)), fresh
+
+@triton.jit
+def _write(
+    k_new,
+    v_new,
+    k_pool,
+    v_pool,
+    new_slots,
+    begin,
+    end,
+    k_scale,
+    v_scale,
+    stride_kt,
+    stride_vt,
+    stride_pks,
+    stride_pvs,
+    K0: tl.constexpr,
+    K1: tl.constexpr,
+    V0: tl.constexpr,
+    V1: tl.constexpr,
+    LATENT: tl.constexpr,
+):
+    """Write tokens ``begin`` to ``end`` of one head into the pool."""
+    for at in range(begin, end, 16):
+        index = at + tl.arange(0, 16)
+        real = index < end
+        place = tl.load(new_slots + index, real, 0).to(tl.int64)
+        index = index.to(tl.int64)
+        k_from, k_to = k_new + index * stride_kt, k_pool + place * stride_pks
+        v_from, v_to = v_new + index * stride_vt, v_pool + place * stride_pvs
+        _copy(k_from, k_to, tl.arange(0, K0), real, k_scale)
+        if K1 > 0:
+            _copy(k_from, k_to, K0 + tl.arange(0, K1), real, k_scale)
+        if not LATENT:
+            _copy(v_from, v_to, tl.arange(0, V0), real, v_scale)
+            if V1 > 0:
+                _copy(v_from, v_to, V0 + tl.arange(0, V1), real, v_scale)
+
+
+@triton.jit
+def write_kernel(
+    k_new,
+    v_new,
+    k_pool,
+    v_pool,
+    new_slots,
+    tokens,
+    k_scale,
+    v_scale,
+    stride_kt,
+    stride_kh,
+    stride_vt,
+    stride_vh,
+    stride_pks,
+    stride_pkh,
+    stride_pvs,
+    stride_pvh,
+    K0: tl.constexpr,
+    K1: tl.constexpr,
+    V0: tl.constexpr,
+    V1: tl.constexpr,
+    LATENT: tl.constexpr,
+):
+    """Grid: (tokens / 16, KV heads). Writes new tokens into a pool of another dtype, where attention reads them."""
+    begin = tl.program_id(0) * 16
+    head = tl.program_id(1)
+    k_new += head * stride_kh
+    v_new += head * stride_vh
+    k_pool += head * stride_pkh
+    v_pool += head * stride_pvh
+    _write(k_new, v_new, k_pool, v_pool, new_slots, begin, tl.minimum(begin + 16, tokens), k_scale, v_scale, stride_kt,
+           stride_vt, stride_pks, stride_pvs, K0, K1, V0, V1, LATENT)  # fmt: skip
 
 
 @triton.jit
 def attend_kernel(
     q_ptr,
-    k_ptr,
-    v_ptr,
+    k_new,
+    v_new,
     k_pool,
     v_pool,
     out_ptr,
@@ -101,7 +170,8 @@ def attend_kernel(
     LATENT: tl.constexpr,
     CAP: tl.constexpr,
     WINDOW: tl.constexpr,
-    WRITE: tl.constexpr,
+    FUSED: tl.constexpr,
+    PEEL: tl.constexpr,
     ITEM: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -125,6 +195,16 @@ def attend_kernel(
     kv_begin = tl.load(kv_indptr + request).to(tl.int64)
     prefix = (tl.load(kv_indptr + request + 1) - kv_begin).to(tl.int32)
 
+    kv_indices += kv_begin
+    new_slots += q_begin
+    k_pool += head * stride_pkh
+    v_pool += head * stride_pvh
+    k_new += q_begin * stride_kt + head * stride_kh
+    v_new += q_begin * stride_vt + head * stride_vh
+    if FUSED and is_last and (q_tile + 1) * BLOCK_M >= q_len * GROUP:  # the one item of this head that sees them all
+        _write(k_new, v_new, k_pool, v_pool, new_slots, 0, q_len, k_scale, v_scale, stride_kt, stride_vt, stride_pks,
+               stride_pvs, K0, K1, V0, V1, LATENT)  # fmt: skip
+
     row = q_tile * BLOCK_M + tl.arange(0, BLOCK_M)
     real = row < q_len * GROUP
     token = tl.minimum(row // GROUP, q_len - 1)  # rows past the end repeat the last token, and are not stored
@@ -142,9 +222,6 @@ def attend_kernel(
         q1 = tl.load(q_row[:, None] + k1_dims[None, :])
     kind: tl.constexpr = q0.dtype
 
-    k_pool += head * stride_pkh
-    v_pool += head * stride_pvh
-    kv_indices += kv_begin
     # A logit is s * unit in octaves.
     unit = LOG2E if CAP else scale * k_scale * LOG2E
     m = tl.full([BLOCK_M], float("-inf"), tl.float32)
@@ -152,86 +229,52 @@ def attend_kernel(
     acc0 = tl.zeros([BLOCK_M, V0], tl.float32)
     acc1 = tl.zeros([BLOCK_M, V1 if V1 > 0 else 16], tl.float32)
 
+    # First the full tiles of the prefix; then, with the last split, the edge: what is left of the prefix, and the new
+    # tokens up to this tile's last one. Only the edge needs a causal mask.
+    seen = prefix + tl.minimum((q_tile * BLOCK_M + BLOCK_M - 1) // GROUP + 1, q_len)
     if WINDOW:  # later tokens see less of the prefix
         begin = tl.maximum(begin, tl.maximum(prefix + q_tile * BLOCK_M // GROUP - window, 0) // BLOCK_N)
-    for tile in tl.range(begin, end):
-        place = tl.load(kv_indices + tile * BLOCK_N + n).to(tl.int64)
-        k_row = k_pool + place * stride_pks
-        k0 = tl.load(k_row[None, :] + k0_dims[:, None]).to(kind)
-        k1 = k0
-        if K1 > 0:
-            k1 = tl.load(k_row[None, :] + k1_dims[:, None]).to(kind)
-        s = _dot(q0, q1, k0, k1, K1 > 0)
-        if CAP:
-            s = _capped(s, scale * k_scale, cap)
-        if WINDOW:
-            s = tl.where((tile * BLOCK_N + n)[None, :] >= (prefix + token - window)[:, None], s, float("-inf"))
-        p, fade, m, total = _softmax_step(s, m, total, unit, WINDOW)
-        p = p.to(kind)
-        v_row = v_pool + place * stride_pvs
-        if LATENT:
-            v0 = tl.trans(k0)
-        else:
-            v0 = tl.load(v_row[:, None] + v0_dims[None, :]).to(kind)
-        acc0 = tl.dot(p, v0, acc0 * fade[:, None], input_precision="ieee")
-        if V1 > 0:
-            v1 = tl.load(v_row[:, None] + v1_dims[None, :]).to(kind)
-            acc1 = tl.dot(p, v1, acc1 * fade[:, None], input_precision="ieee")
-
-    # The edge: what is left of the prefix, and the new tokens up to this tile's last. The last q tile sees all of
-    # them, so it is the one that writes them into the pool.
-    if is_last:
-        seen = tl.minimum((q_tile * BLOCK_M + BLOCK_M - 1) // GROUP + 1, q_len)
-        writes = (q_tile + 1) * BLOCK_M >= q_len * GROUP
-        for tile in tl.range(prefix // BLOCK_N, tl.cdiv(prefix + seen, BLOCK_N), num_stages=1):
+    for EDGE in tl.static_range(0 if PEEL else 1, 2):
+        if EDGE:
+            begin = prefix // BLOCK_N if PEEL else begin
+            end = tl.where(is_last, tl.cdiv(seen, BLOCK_N), begin if PEEL else end)
+        # Slots are read a step ahead: a load that waits for another in its own step would not be pipelined deeper.
+        ahead = _slots(kv_indices, new_slots, begin * BLOCK_N + n, begin < end, prefix, seen, EDGE, FUSED)
+        for tile in tl.range(begin, end):
             position = tile * BLOCK_N + n
-            is_old = position < prefix
-            is_new = (position >= prefix) & (position < prefix + seen)
-            index = q_begin + position - prefix
-            place = tl.load(kv_indices + position, is_old, 0).to(tl.int64)
+            place = ahead.to(tl.int64)
+            ahead = _slots(kv_indices, new_slots, position + BLOCK_N, tile + 1 < end, prefix, seen, EDGE, FUSED)
             k_row = k_pool + place * stride_pks
-            k_fresh = k_ptr + index * stride_kt + head * stride_kh
-            if WRITE:
-                store = is_new & writes
-                target = tl.load(new_slots + index, store, 0).to(tl.int64)
-                k_target = k_pool + target * stride_pks
-                v_target = v_pool + target * stride_pvs
-            k0, fresh = _edge_tile(k_row[None, :], k_fresh[None, :], k0_dims[:, None], is_old[None, :], is_new[None, :], k_scale, kind)
-            if WRITE:
-                tl.store(k_target[None, :] + k0_dims[:, None], fresh, store[None, :])
-            k1 = k0
+            v_row = v_pool + place * stride_pvs
+            if EDGE and FUSED:
+                index = tl.minimum(position, seen - 1) - prefix
+                # The compiler forgets that both choices are aligned, and would not copy them asynchronously.
+                k_row = tl.multiple_of(tl.where(index >= 0, k_new + index.to(tl.int64) * stride_kt, k_row), 16)
+                v_row = tl.multiple_of(tl.where(index >= 0, v_new + index.to(tl.int64) * stride_vt, v_row), 16)
+
+            k0 = tl.load(k_row[None, :] + k0_dims[:, None]).to(kind)
+            s = tl.dot(q0, k0, input_precision="ieee")
             if K1 > 0:
-                k1, fresh = _edge_tile(
-                    k_row[None, :], k_fresh[None, :], k1_dims[:, None], is_old[None, :], is_new[None, :], k_scale, kind
-                )
-                if WRITE:
-                    tl.store(k_target[None, :] + k1_dims[:, None], fresh, store[None, :])
-            s = _dot(q0, q1, k0, k1, K1 > 0)
+                s = tl.dot(q1, tl.load(k_row[None, :] + k1_dims[:, None]).to(kind), s, input_precision="ieee")
             if CAP:
                 s = _capped(s, scale * k_scale, cap)
-            visible = position[None, :] <= (prefix + token)[:, None]
+            if EDGE:
+                s = tl.where(n[None, :] <= (prefix - tile * BLOCK_N + token)[:, None], s, float("-inf"))
             if WINDOW:
-                visible &= position[None, :] >= (prefix + token - window)[:, None]
-            s = tl.where(visible, s, float("-inf"))
-            p, fade, m, total = _softmax_step(s, m, total, unit, WINDOW)
+                s = tl.where(n[None, :] >= (prefix - tile * BLOCK_N - window + token)[:, None], s, float("-inf"))
+
+            # Online softmax. Only a window can hide a whole tile from a row, whose maximum then is still -inf.
+            highest = tl.maximum(m, tl.max(s, 1))
+            shift = tl.where(highest == float("-inf"), 0.0, highest) if WINDOW else highest
+            p = tl.exp2(s * unit - (shift * unit)[:, None])
+            fade = tl.exp2((m - shift) * unit)
+            m = highest
+            total = total * fade + tl.sum(p, 1)
             p = p.to(kind)
-            v_row = v_pool + place * stride_pvs
-            v_fresh = v_ptr + index * stride_vt + head * stride_vh
-            if LATENT:
-                v0 = tl.trans(k0)
-            else:
-                v0, fresh = _edge_tile(
-                    v_row[:, None], v_fresh[:, None], v0_dims[None, :], is_old[:, None], is_new[:, None], v_scale, kind
-                )
-                if WRITE:
-                    tl.store(v_target[:, None] + v0_dims[None, :], fresh, store[:, None])
+            v0 = tl.trans(k0) if LATENT else tl.load(v_row[:, None] + v0_dims[None, :]).to(kind)
             acc0 = tl.dot(p, v0, acc0 * fade[:, None], input_precision="ieee")
             if V1 > 0:
-                v1, fresh = _edge_tile(
-                    v_row[:, None], v_fresh[:, None], v1_dims[None, :], is_old[:, None], is_new[:, None], v_scale, kind
-                )
-                if WRITE:
-                    tl.store(v_target[:, None] + v1_dims[None, :], fresh, store[:, None])
+                v1 = tl.load(v_row[:, None] + v1_dims[None, :]).to(kind)
                 acc1 = tl.dot(p, v1, acc1 * fade[:, None], input_precision="ieee")
 
     top = m * unit
@@ -413,7 +456,7 @@ def extend_decode(
     v_new: torch.Tensor,
     k_pool: torch.Tensor,
     v_pool: torch.Tensor,
-    new_slots: torch.Tensor | None,
+    new_slots: torch.Tensor,
     kv_indices: torch.Tensor,
     out: torch.Tensor,
     plan: Plan,
@@ -424,20 +467,27 @@ def extend_decode(
     k_scale: float = 1.0,
     v_scale: float = 1.0,
     lse: torch.Tensor | None = None,
+    write: bool = True,
 ) -> None:
     """Write the new tokens' K and V into the pool and attend; the arguments are `reference.extend_attention`'s.
 
-    ``new_slots`` ``[tokens]``: where the new tokens go; None: they are in the pool already. ``kv_indices``: the
-    prefixes' slots, packed as the plan's ``kv_indptr`` says. ``out`` ``[tokens, heads, v_dim]``, ``lse``
-    ``[tokens, heads]`` fp32, written in full. An fp8 pool holds ``k / k_scale`` and ``v / v_scale``. Rows may be
-    strided, the last dimension of each is dense.
+    ``new_slots`` ``[tokens]``: where the new tokens go; with ``write`` False they are there already. ``kv_indices``: the
+    prefixes' slots, packed as the plan's ``kv_indptr`` says. ``out`` ``[tokens, heads, v_dim]`` and ``lse``
+    ``[tokens, heads]`` (fp32) are written in full. An fp8 pool holds ``k / k_scale`` and ``v / v_scale``. Tokens and
+    heads may be strided, the last dimension of each tensor is dense.
     """
     shape = plan.shape
     tokens = q.shape[0]
     assert tokens <= plan.max_tokens and plan.qo_indptr is not None, "the plan was made for another batch"
     assert all(x.stride(-1) == 1 for x in (q, k_new, v_new, k_pool, v_pool, out)), "rows must be dense"
     (k0, k1), (v0, v1) = halves(shape.qk_dim), halves(shape.v_dim)
-    stride_lse = 0 if lse is None else lse.stride(0)
+    dims = {"K0": k0, "K1": k1, "V0": v0, "V1": v1, "LATENT": shape.latent}
+    kv_strides = [n for x in (k_new, v_new, k_pool, v_pool) for n in x.stride()[:2]]
+    # Where the pool has the tokens' dtype, the attention kernel writes them on its way.
+    fused = write and k_new.dtype == k_pool.dtype
+    if write and not fused:
+        grid = (triton.cdiv(tokens, 16), shape.kv_heads)
+        write_kernel[grid](k_new, v_new, k_pool, v_pool, new_slots, tokens, k_scale, v_scale, *kv_strides, **dims)
     for run, tile in zip(plan.passes, plan.config.tiles, strict=True):
         attend_kernel[(run.items * shape.kv_heads,)](
             q,
@@ -463,22 +513,16 @@ def extend_decode(
             plan.window,
             run.first_part,
             *q.stride()[:2],
-            *k_new.stride()[:2],
-            *v_new.stride()[:2],
-            *k_pool.stride()[:2],
-            *v_pool.stride()[:2],
+            *kv_strides,
             *out.stride()[:2],
-            stride_lse,
+            0 if lse is None else lse.stride(0),
             HEADS=shape.kv_heads,
             GROUP=shape.group,
-            K0=k0,
-            K1=k1,
-            V0=v0,
-            V1=v1,
-            LATENT=shape.latent,
+            **dims,
             CAP=cap > 0,
             WINDOW=plan.window >= 0,
-            WRITE=new_slots is not None,
+            FUSED=fused,
+            PEEL=tile.peel,
             ITEM=ITEM,
             BLOCK_M=tile.m,
             BLOCK_N=tile.n,
@@ -495,7 +539,7 @@ def extend_decode(
         plan.requests,
         plan.request_of,
         *out.stride()[:2],
-        stride_lse,
+        0 if lse is None else lse.stride(0),
         HEADS=shape.kv_heads,
         GROUP=shape.group,
         V=shape.v_dim,

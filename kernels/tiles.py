@@ -53,7 +53,7 @@ class Tile:
     """``m`` rows (query token x head of the group) against ``n`` cached tokens a step.
 
     ``stages``: depth of the software pipeline. ``per_core``: how many blocks of it fit a core together; together they
-    make one wave.
+    make one wave. ``peel``: the full tiles of the prefix get a loop without masks, at the price of registers.
     """
 
     m: int
@@ -61,6 +61,7 @@ class Tile:
     warps: int
     stages: int
     per_core: int
+    peel: bool = False
 
 
 @dataclass(frozen=True, slots=True)

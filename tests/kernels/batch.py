@@ -93,8 +93,10 @@ def run(
     lse = torch.full(batch.q.shape[:2], torch.nan, dtype=torch.float32, device=device)
     plan.part.fill_(torch.nan)
     plan.part_lse.fill_(torch.nan)
-    slots = batch.new_slots if write else None
-    extend_decode(*batch.inputs, slots, batch.kv_indices, out, plan, lse=lse, **options)
+    if not write:
+        batch.k_pool[batch.new_slots] = batch.k_new.to(batch.k_pool.dtype)
+        batch.v_pool[batch.new_slots] = batch.v_new.to(batch.v_pool.dtype)
+    extend_decode(*batch.inputs, batch.new_slots, batch.kv_indices, out, plan, lse=lse, write=write, **options)
     return out, lse
 
 
