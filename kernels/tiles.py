@@ -79,3 +79,9 @@ def halves(dim: int) -> tuple[int, int]:
     if dim < 16 or low & (low - 1) or 0 < low < 16:
         raise Unsupported(f"head size {dim} is no sum of two powers of two from 16 up")
     return high, low
+
+
+def choose(chip: Chip, shape: Shape) -> Config:
+    if chip.arch == "interpreter":
+        return Config((Tile(16, 16, 4, 1, 1), Tile(32, 16, 4, 1, 1, peel=True)), chip.cores)
+    raise Unsupported(chip.arch)
