@@ -5,10 +5,7 @@
 """
 
 import os
-import sys
 from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).parent))
 
 collect_ignore = ["test_resources.py"]
 if os.environ.get("TRITON_INTERPRET") != "1":
