@@ -28,7 +28,7 @@ class Batch:
     kv_indices: torch.Tensor
 
     @property
-    def inputs(self) -> tuple[torch.Tensor, ...]:
+    def inputs(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
         """Q, the new K and V, the pools."""
         return (self.q, self.k_new, self.v_new, self.k_pool, self.v_pool)
 
@@ -42,9 +42,9 @@ def make(
     seed: int = 0,
     device: torch.device | str = "cpu",
 ) -> Batch:
-    """A batch whose request ``i`` brings ``news[i]`` tokens over ``prefixes[i]`` cached ones, in pages all over the pool.
+    """A batch whose request ``i`` brings ``news[i]`` tokens over ``prefixes[i]`` cached ones.
 
-    Whatever else the pool holds is NaN, the places of the new tokens too.
+    Its pages are all over the pool. Whatever else the pool holds is NaN, the places of the new tokens too.
     """
     rng = torch.Generator(device).manual_seed(seed)
     kind, kv_kind = getattr(torch, shape.dtype), getattr(torch, shape.kv_dtype)

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
+import itertools
 import json
 import platform
 import random
@@ -23,9 +25,9 @@ import torch
 import triton
 
 from sglang_pdd.kernels.batches import Batch, error, expect, indptr, make, run
-from sglang_pdd.kernels.extend_decode import Plan, extend_decode
+from sglang_pdd.kernels.extend_decode import Plan, extend_decode, this_chip
 from sglang_pdd.kernels.peers import PEERS, Unfit
-from sglang_pdd.kernels.tiles import Chip, Shape, Unsupported, choose, chip_of
+from sglang_pdd.kernels.tiles import MLA, Chip, Shape, Unsupported, choose
 
 KINDS = {
     "GQA 4": Shape(32, 8, 128, 128),
@@ -110,15 +112,12 @@ def median_us(calls: Sequence[Callable[[], object]], runs: int = RUNS) -> float:
 
 def ceilings() -> dict[str, float]:
     """The card's copy bandwidth in bytes/s (read and written) and its bf16 matrix rate in FLOP/s."""
-    source = torch.empty(1 << 30, dtype=torch.int32, device="cuda")
-    target = torch.empty_like(source)
+    source, target = (torch.empty(1 << 30, dtype=torch.int32, device="cuda") for _ in range(2))
     copy = 2 * source.nbytes / median_us([lambda: target.copy_(source)]) * 1e6
-    del source, target
     best = 0.0
     for n in (4096, 8192, 16384):
-        a, b = (torch.randn(n, n, dtype=torch.bfloat16, device="cuda") for _ in range(2))
-        out = torch.empty_like(a)
-        best = max(best, 2 * n**3 / median_us([lambda a=a, b=b, out=out: torch.mm(a, b, out=out)]) * 1e6)
+        a, b, out = (torch.randn(n, n, dtype=torch.bfloat16, device="cuda") for _ in range(3))
+        best = max(best, 2 * n**3 / median_us([functools.partial(torch.mm, a, b, out=out)]) * 1e6)
     return {"copy_bytes_per_s": copy, "matmul_flop_per_s": best}
 
 
@@ -184,31 +183,42 @@ def measure(case: Case, pool: Pool, chip: Chip, with_peers: bool) -> dict[str, A
 # --- correctness ----------------------------------------------------------------------------------------------------
 
 LIMITS = {"float16": 2e-3, "bfloat16": 1e-2}
+CHECKED = (  # qk_dim, v_dim, heads, KV heads
+    (64, 64, 8, 2),
+    (80, 80, 8, 8),
+    (96, 96, 14, 2),
+    (128, 128, 32, 8),
+    (192, 128, 16, 2),
+    (256, 256, 8, 1),
+    (576, 512, 128, 1),
+    (576, 512, 16, 1),
+)
+DTYPES = (("bfloat16",) * 2, ("float16",) * 2, ("bfloat16", "float8_e5m2"), ("bfloat16", "float8_e4m3fn"))
 RAGGED = ((1, 1, 16, 3, 1, 64, 200), (4096, 1, 5000, 0, 33, 2000, 777))
 
 
 def check(chip: Chip) -> bool:
     """The kernel against fp64 on this GPU; prints one line each. Whether all hold."""
     fine = True
-    for qk, v, heads, kv_heads in ((64, 64, 8, 2), (80, 80, 8, 8), (96, 96, 14, 2), (128, 128, 32, 8), (192, 128, 16, 2),
-                                   (256, 256, 8, 1), (576, 512, 128, 1), (576, 512, 16, 1)):  # fmt: skip
-        for dtype, kv_dtype in (("bfloat16",) * 2, ("float16",) * 2, ("bfloat16", "float8_e5m2"), ("bfloat16", "float8_e4m3fn")):
-            shape = Shape(heads, kv_heads, qk, v, dtype, kv_dtype, latent=qk == 576)
-            for options in ({}, {"window": 100, "cap": 5.0, "sinks": torch.randn(heads, device="cuda")}):
-                what = f"{qk}/{v}, {heads}/{kv_heads} heads, {dtype}, KV {kv_dtype}{', window, cap, sinks' if options else ''}"
-                try:
-                    config = choose(chip, shape)
-                except Unsupported as reason:
-                    print(f"      {what}: {reason}")
-                    continue
-                batch = make(shape, *RAGGED, page=16, device="cuda")
-                out, lse = run(config, shape, batch, scale=qk**-0.5, **options)
-                batch.k_new, batch.v_new = batch.k_pool[batch.new_slots], batch.v_pool[batch.new_slots]
-                want_out, want_lse = expect(batch, scale=qk**-0.5, **options)
-                off = error(out, want_out), error(lse, want_lse)
-                good = off[0] < LIMITS[dtype] and off[1] < LIMITS[dtype]
-                fine &= good
-                print(f"{'ok  ' if good else 'FAIL'}  {what}: out {off[0]:.1e}, LSE {off[1]:.1e}")
+    for dims, (dtype, kv_dtype), masked in itertools.product(CHECKED, DTYPES, (False, True)):
+        qk_dim, v_dim, heads, kv_heads = dims
+        shape = Shape(heads, kv_heads, qk_dim, v_dim, dtype, kv_dtype, latent=(qk_dim, v_dim) == MLA)
+        what = f"{qk_dim}/{v_dim}, {heads}/{kv_heads} heads, {dtype}, KV {kv_dtype}{', all masks' if masked else ''}"
+        options: dict[str, Any] = {"scale": qk_dim**-0.5}
+        if masked:
+            options |= {"window": 100, "cap": 5.0, "sinks": torch.randn(heads, device="cuda")}
+        try:
+            config = choose(chip, shape, masked=masked)
+        except Unsupported as reason:
+            print(f"      {what}: {reason}")
+            continue
+        batch = make(shape, *RAGGED, page=16, device="cuda")
+        got = run(config, shape, batch, **options)
+        batch.k_new, batch.v_new = batch.k_pool[batch.new_slots], batch.v_pool[batch.new_slots]  # as rounded
+        off = [error(*pair) for pair in zip(got, expect(batch, **options), strict=True)]
+        good = all(one < LIMITS[dtype] for one in off)
+        fine &= good
+        print(f"{'ok  ' if good else 'FAIL'}  {what}: out {off[0]:.1e}, LSE {off[1]:.1e}")
     return fine
 
 
@@ -225,7 +235,8 @@ def shares(result: dict[str, Any], top: dict[str, float]) -> tuple[float, float,
 
 def table(results: Sequence[dict[str, Any]], top: dict[str, float]) -> Iterator[str]:
     """Markdown. The last columns: how many times as long the peers take."""
-    yield f"Copy {top['copy_bytes_per_s'] / 1e12:.2f} TB/s, bf16 matmul {top['matmul_flop_per_s'] / 1e12:.0f} TFLOP/s, measured."
+    copy, matmul = top["copy_bytes_per_s"] / 1e12, top["matmul_flop_per_s"] / 1e12
+    yield f"Measured on this card: copy {copy:.2f} TB/s, bf16 matmul {matmul:.0f} TFLOP/s."
     yield ""
     yield f"| | batch | us | of copy | of matmul | {' | '.join(PEERS)} | as decode steps |"
     yield "|---|---|---|---|---|" + "---|" * (len(PEERS) + 1)
@@ -273,12 +284,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not torch.cuda.is_available():
         print(
             "No GPU here, so nothing can be measured: no bandwidth, no FLOP rate, no comparison with other kernels.\n"
-            "What a CPU can do: correctness, `TRITON_INTERPRET=1 python -m pytest tests/kernels`; registers, spills and\n"
-            "shared memory of every configuration, `python -m sglang_pdd.kernels.resources`."
+            "What a CPU can do: correctness, `TRITON_INTERPRET=1 python -m pytest tests/kernels`;\n"
+            "registers, spills and shared memory of all configurations, `python -m sglang_pdd.kernels.resources`."
         )
         return 0
     try:
-        chip = chip_of(torch.cuda.get_device_properties(0), is_amd=torch.version.hip is not None)
+        chip = this_chip()
     except Unsupported as problem:
         print(problem)
         return 0
@@ -308,7 +319,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         result = measure(case, pools[case.kind], chip, not args.no_peers)
         results.append(result)
         memory, compute, _ = shares(result, top)
-        print(f"{case.kind}, {case.name}: {result['us']:.0f} us, {memory:.0%} of copy, {compute:.0%} of matmul", flush=True)
+        print(
+            f"{case.kind}, {case.name}: {result['us']:.0f} us, {memory:.0%} of copy, {compute:.0%} of matmul",
+            flush=True,
+        )
     results.sort(key=lambda r: (r["kind"], "decodes" in r["name"], len(r["news"]), r["prefixes"], max(r["news"])))
 
     args.out.mkdir(parents=True, exist_ok=True)

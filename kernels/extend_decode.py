@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 
 from sglang_pdd.kernels.plan import ITEM, REQUEST, WAVES, plan_kernel
-from sglang_pdd.kernels.tiles import Config, Shape, halves
+from sglang_pdd.kernels.tiles import Chip, Config, Shape, Unsupported, chip_of, halves
 
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
@@ -278,7 +278,7 @@ def attend_kernel(
                 acc1 = tl.dot(p, v1, acc1 * fade[:, None], input_precision="ieee")
 
     top = m * unit
-    if sinks_ptr is not None:
+    if sinks_ptr is not None:  # noqa: SIM102 (known when compiled)
         if slot < 0:  # else the merge counts them, once
             sink = tl.load(sinks_ptr + head * GROUP + member).to(tl.float32) * LOG2E
             higher = tl.maximum(top, sink)
@@ -288,10 +288,10 @@ def attend_kernel(
             acc1 *= fade[:, None]
             top = higher
     # A range in which a row sees nothing: no output, no weight.
-    factor = tl.where(total > 0, v_scale / total, 0.0)
-    lse = tl.where(total > 0, top + tl.log2(total), float("-inf"))
-    acc0 *= factor[:, None]
-    acc1 *= factor[:, None]
+    divisor = tl.where(total > 0, total, 1.0)
+    lse = tl.where(total > 0, top + tl.log2(divisor), float("-inf"))
+    acc0 *= (v_scale / divisor)[:, None]
+    acc1 *= (v_scale / divisor)[:, None]
     if slot < 0:
         to = out_ptr + (q_begin + token) * stride_ot + (head * GROUP + member) * stride_oh
         tl.store(to[:, None] + v0_dims[None, :], acc0.to(out_ptr.dtype.element_ty), real[:, None])
@@ -317,6 +317,7 @@ def merge_kernel(
     qo_indptr,
     requests,
     request_of,
+    n_requests,
     stride_ot,
     stride_oh,
     stride_lt,
@@ -330,6 +331,8 @@ def merge_kernel(
     """Grid: (tokens, query heads). Merges a row's partials by their LSE (in octaves); an unsplit row has none."""
     token = tl.program_id(0).to(tl.int64)
     q_head = tl.program_id(1)
+    if token >= tl.load(qo_indptr + n_requests):  # Q may be padded
+        return
     request = tl.load(request_of + token)
     splits = tl.load(requests + request * REQUEST)
     if splits == 1:
@@ -352,7 +355,9 @@ def merge_kernel(
         split = begin + tl.arange(0, BLOCK_S)
         part = first + split * stride
         lse = tl.load(part_lse_ptr + part, split < splits, float("-inf"))
-        values = tl.load(part_ptr + part[:, None] * V + dims[None, :], (split < splits)[:, None] & (dims < V)[None, :], 0)
+        values = tl.load(
+            part_ptr + part[:, None] * V + dims[None, :], (split < splits)[:, None] & (dims < V)[None, :], 0
+        )
         higher = tl.maximum(top, tl.max(lse))
         shift = tl.where(higher == float("-inf"), 0.0, higher)
         weight = tl.exp2(lse - shift)
@@ -364,6 +369,17 @@ def merge_kernel(
     tl.store(to, (acc / total).to(out_ptr.dtype.element_ty), dims < V)
     if lse_ptr is not None:
         tl.store(lse_ptr + token * stride_lt + q_head, (top + tl.log2(total)) * LN2)
+
+
+def this_chip() -> Chip:
+    """The current device; raises `Unsupported`. Without a GPU, the interpreter if it is on."""
+    if triton.knobs.runtime.interpret:
+        return Chip("interpreter", 4)
+    if not torch.cuda.is_available():
+        raise Unsupported("no GPU")
+    device = torch.cuda.get_device_properties(torch.cuda.current_device())
+    gfx = device.gcnArchName if torch.version.hip else ""
+    return chip_of(device.major, device.minor, device.multi_processor_count, gfx)
 
 
 @dataclass(frozen=True, slots=True)
@@ -382,8 +398,7 @@ class Pass:
 class Plan:
     """The division of one batch, and the memory that its pieces need. Made once, updated each step, used by all layers.
 
-    Sizes follow from the bounds given here alone, so that a captured graph holds for every batch within them.
-    ``max_rows_of_a_request`` leaves out launches for tiles that no request can need.
+    Sizes and grids follow from the bounds given here alone, so that a captured graph holds for every batch within them.
     """
 
     def __init__(
@@ -419,7 +434,7 @@ class Plan:
     def update(self, qo_indptr: torch.Tensor, kv_indptr: torch.Tensor, window: int = -1) -> None:
         """Divide a batch: ``qo_indptr``, ``kv_indptr`` ``[requests + 1]`` of its new tokens and of their prefixes.
 
-        Both are kept, not copied. A request's prefix may start anywhere as long as all that its window reaches is there.
+        Both are kept, not copied. Of a prefix, what no window reaches may be left out.
         """
         requests = qo_indptr.shape[0] - 1
         assert requests <= self.max_requests and kv_indptr.shape == qo_indptr.shape
@@ -471,10 +486,10 @@ def extend_decode(
 ) -> None:
     """Write the new tokens' K and V into the pool and attend; the arguments are `reference.extend_attention`'s.
 
-    ``new_slots`` ``[tokens]``: where the new tokens go; with ``write`` False they are there already. ``kv_indices``: the
-    prefixes' slots, packed as the plan's ``kv_indptr`` says. ``out`` ``[tokens, heads, v_dim]`` and ``lse``
-    ``[tokens, heads]`` (fp32) are written in full. An fp8 pool holds ``k / k_scale`` and ``v / v_scale``. Tokens and
-    heads may be strided, the last dimension of each tensor is dense.
+    ``new_slots`` ``[tokens]``: where the new tokens go; with ``write`` False they are there already.
+    ``kv_indices``: the prefixes' slots, packed as the plan's ``kv_indptr`` says. ``out`` ``[tokens, heads, v_dim]`` and
+    ``lse`` ``[tokens, heads]`` (fp32) are written in full. An fp8 pool holds ``k / k_scale`` and ``v / v_scale``.
+    Tokens and heads may be strided, the last dimension of each tensor is dense.
     """
     shape = plan.shape
     tokens = q.shape[0]
@@ -538,6 +553,7 @@ def extend_decode(
         plan.qo_indptr,
         plan.requests,
         plan.request_of,
+        plan.qo_indptr.shape[0] - 1,
         *out.stride()[:2],
         0 if lse is None else lse.stride(0),
         HEADS=shape.kv_heads,

@@ -22,10 +22,10 @@ def extend_attention(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Out ``[tokens, heads, v_dim]`` and LSE ``[tokens, heads]`` (natural logarithm, sinks counted), both fp64.
 
-    ``q``: ``[tokens, heads, qk_dim]``; ``k_new``, ``v_new``: ``[tokens, kv_heads, dim]``; pools: ``[slots, kv_heads, dim]``.
-    Request ``i`` owns tokens ``qo_indptr[i]:qo_indptr[i + 1]``; its prefix lies in the slots
+    ``q``: ``[tokens, heads, qk_dim]``; ``k_new``, ``v_new``: ``[tokens, kv_heads, dim]``; pools:
+    ``[slots, kv_heads, dim]``. Request ``i`` owns tokens ``qo_indptr[i]:qo_indptr[i + 1]``; its prefix is in the slots
     ``kv_indices[kv_indptr[i]:kv_indptr[i + 1]]``. ``window``: how many earlier tokens a token sees; negative: all.
-    ``cap``: logits become ``cap * tanh(logits / cap)``; 0: they don't. ``sinks``: ``[heads]``, one more logit without a value.
+    ``cap``: logits become ``cap * tanh(logits / cap)``; 0: they don't. ``sinks``: ``[heads]``, a logit without a value.
     MLA is one KV head whose values are the first ``v_dim`` columns of its keys.
     """
     q, k_new, v_new, k_pool, v_pool = (x.double() for x in (q, k_new, v_new, k_pool, v_pool))

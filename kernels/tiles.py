@@ -1,7 +1,8 @@
-"""Which tile shapes a launch uses. Pure: knows neither torch nor Triton, so it can be read, tested and tabled anywhere."""
+"""Which tile shapes a launch uses. Pure: knows neither torch nor Triton."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -11,7 +12,7 @@ Arch = Literal["sm80", "sm90", "sm100", "gfx942", "interpreter"]
 SHARED = {"sm80": (163 << 10, 164 << 10), "sm90": (227 << 10, 228 << 10), "sm100": (227 << 10, 228 << 10)}
 SHARED["gfx942"] = (64 << 10, 64 << 10)
 REGISTERS = 64 << 10  # of a multiprocessor, 32 bits each
-FP8 = ("float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2")
+MLA = (576, 512)
 
 
 class Unsupported(ValueError):
@@ -24,6 +25,18 @@ class Chip:
 
     arch: Arch
     cores: int
+
+
+def chip_of(major: int, minor: int, cores: int, gfx: str = "") -> Chip:
+    """The chip of a CUDA capability, or of AMD's architecture name; raises `Unsupported`."""
+    if gfx:
+        if gfx.startswith("gfx942"):
+            return Chip("gfx942", cores)
+        raise Unsupported(f"{gfx}: tiles are known for gfx942")
+    found: dict[tuple[int, int], Arch] = {(8, 0): "sm80", (9, 0): "sm90", (10, 0): "sm100", (10, 3): "sm100"}
+    if (major, minor) not in found:
+        raise Unsupported(f"compute capability {major}.{minor}: tiles are known for 8.0, 9.0, 10.0 and 10.3")
+    return Chip(found[major, minor], cores)
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +94,87 @@ def halves(dim: int) -> tuple[int, int]:
     return high, low
 
 
-def choose(chip: Chip, shape: Shape) -> Config:
+# Arch -> (qk_dim, v_dim) -> tiles. Small tiles read masks they need not, which the memory hides; the large one has the
+# multiprocessor to itself, and peels where registers allow. Spills, registers and shared memory: resources.json.
+TILES: dict[Arch, dict[tuple[int, int], tuple[Tile, ...]]] = {
+    "sm80": {
+        (64, 64): (Tile(16, 64, 4, 4, 3), Tile(64, 64, 4, 3, 2), Tile(128, 64, 8, 3, 1, True)),
+        (80, 80): (Tile(16, 32, 4, 4, 3), Tile(64, 32, 4, 3, 2), Tile(128, 32, 8, 3, 1, True)),
+        (96, 96): (Tile(16, 64, 4, 3, 3), Tile(64, 32, 4, 3, 2), Tile(128, 32, 8, 3, 1, True)),
+        (128, 128): (Tile(16, 64, 4, 3, 2), Tile(64, 32, 4, 3, 2), Tile(128, 32, 8, 3, 1)),
+        (192, 128): (Tile(16, 64, 4, 3, 1), Tile(64, 32, 8, 3, 1), Tile(128, 32, 8, 3, 1)),
+        (256, 256): (Tile(16, 32, 8, 3, 1), Tile(64, 32, 8, 3, 1)),
+        (576, 512): (Tile(16, 32, 8, 3, 1), Tile(64, 16, 8, 2, 1)),
+    },
+    "sm90": {
+        (64, 64): (Tile(16, 64, 4, 4, 4), Tile(64, 64, 4, 3, 3), Tile(128, 64, 8, 3, 1, True)),
+        (80, 80): (Tile(16, 32, 4, 4, 3), Tile(64, 64, 4, 3, 2), Tile(128, 64, 8, 3, 1, True)),
+        (96, 96): (Tile(16, 64, 4, 3, 4), Tile(64, 64, 4, 3, 2), Tile(128, 64, 8, 3, 1, True)),
+        (128, 128): (Tile(16, 64, 4, 3, 3), Tile(64, 64, 4, 2, 2), Tile(128, 64, 8, 3, 1, True)),
+        (192, 128): (Tile(16, 64, 4, 3, 2), Tile(64, 32, 4, 3, 2), Tile(128, 64, 8, 2, 1, True)),
+        (256, 256): (Tile(16, 32, 8, 3, 2), Tile(64, 32, 8, 3, 1)),
+        (576, 512): (Tile(16, 32, 4, 3, 2), Tile(64, 32, 8, 2, 1)),
+    },
+    "sm100": {
+        (64, 64): (Tile(16, 64, 4, 4, 4), Tile(64, 64, 4, 3, 2), Tile(128, 64, 8, 3, 1, True)),
+        (80, 80): (Tile(16, 32, 4, 4, 3), Tile(64, 32, 4, 3, 2), Tile(128, 64, 8, 3, 1, True)),
+        (96, 96): (Tile(16, 64, 4, 3, 3), Tile(64, 64, 4, 3, 2), Tile(128, 64, 8, 3, 1, True)),
+        (128, 128): (Tile(16, 64, 4, 3, 3), Tile(64, 64, 4, 2, 2), Tile(128, 64, 8, 3, 1, True)),
+        (192, 128): (Tile(16, 64, 4, 3, 2), Tile(64, 32, 4, 3, 2), Tile(128, 64, 8, 2, 1)),
+        (256, 256): (Tile(16, 32, 8, 3, 2), Tile(64, 32, 8, 3, 1)),
+        (576, 512): (Tile(16, 32, 4, 3, 2), Tile(64, 32, 8, 2, 1)),
+    },
+    "gfx942": {
+        (64, 64): (Tile(16, 64, 4, 2, 3), Tile(64, 64, 4, 2, 2), Tile(128, 64, 4, 2, 2, True)),
+        (80, 80): (Tile(16, 64, 4, 2, 3), Tile(64, 64, 4, 2, 1), Tile(128, 64, 8, 2, 1)),
+        (96, 96): (Tile(16, 64, 4, 2, 2), Tile(64, 64, 4, 2, 1), Tile(128, 64, 8, 2, 1)),
+        (128, 128): (Tile(16, 64, 4, 2, 2), Tile(64, 64, 4, 2, 1), Tile(128, 32, 4, 2, 1)),
+        (192, 128): (Tile(16, 32, 4, 2, 3), Tile(64, 32, 4, 2, 1), Tile(128, 32, 8, 2, 1)),
+        (256, 256): (Tile(16, 32, 4, 2, 2), Tile(64, 32, 4, 2, 1)),
+        (576, 512): (Tile(16, 16, 4, 2, 2), Tile(64, 16, 4, 2, 1)),
+    },
+}
+# Where a window or a cap takes the last registers: arch, (qk_dim, v_dim), m -> another tile.
+MASKED: dict[tuple[Arch, tuple[int, int], int], Tile] = {
+    ("sm90", (128, 128), 64): Tile(64, 32, 4, 3, 2),
+}
+FP8: dict[Arch, tuple[str, ...]] = {
+    "sm80": ("float8_e5m2",),
+    "sm90": ("float8_e4m3fn", "float8_e5m2"),
+    "sm100": ("float8_e4m3fn", "float8_e5m2"),
+    "gfx942": ("float8_e4m3fnuz",),
+    "interpreter": ("float8_e4m3fn", "float8_e5m2"),
+}
+_INTERPRETED: tuple[Tile, ...] = (Tile(16, 16, 4, 1, 1), Tile(32, 16, 4, 1, 1, peel=True))
+
+
+def choose(chip: Chip, shape: Shape, most_new: int | None = None, masked: bool = False) -> Config:
+    """The tiles for a layer on a chip; raises `Unsupported`.
+
+    ``most_new``: no request brings more new tokens than this, which saves launches. ``masked``: with a window or a cap.
+    """
+    for dim in (shape.qk_dim, shape.v_dim):
+        halves(dim)
+    if shape.kv_dtype != shape.dtype and shape.kv_dtype not in FP8[chip.arch]:
+        raise Unsupported(f"{shape.kv_dtype} cannot be read on {chip.arch}")
     if chip.arch == "interpreter":
-        return Config((Tile(16, 16, 4, 1, 1), Tile(32, 16, 4, 1, 1, peel=True)), chip.cores)
-    raise Unsupported(chip.arch)
+        tiles = _INTERPRETED
+    else:
+        dims = (shape.qk_dim, shape.v_dim)
+        if shape.dtype not in ("bfloat16", "float16") or dims not in TILES[chip.arch] or shape.latent != (dims == MLA):
+            raise Unsupported(f"no tiles for {shape} on {chip.arch}")
+        tiles = TILES[chip.arch][dims]
+        if masked:
+            tiles = tuple(MASKED.get((chip.arch, dims, tile.m), tile) for tile in tiles)
+    most_rows = None if most_new is None else most_new * shape.group
+    return Config(tuple(_needed(tiles, shape.group, most_rows)), chip.cores)
+
+
+def _needed(tiles: Sequence[Tile], least_rows: int, most_rows: int | None) -> Iterator[Tile]:
+    """Those that a request with this many rows can get."""
+    for i, tile in enumerate(tiles):
+        is_last = i == len(tiles) - 1
+        if tile.m >= least_rows or is_last:
+            yield tile
+        if most_rows is not None and tile.m >= most_rows:
+            return

@@ -1,7 +1,7 @@
 """Two kinds of tests that exclude one another: Triton decides on import whether kernels are interpreted or compiled.
 
-    TRITON_INTERPRET=1 pytest tests/kernels   # what kernels compute, on a CPU
-    pytest tests/kernels                      # what they compile to
+TRITON_INTERPRET=1 pytest tests/kernels   # what kernels compute, on a CPU
+pytest tests/kernels                      # what they compile to
 """
 
 import os

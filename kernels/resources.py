@@ -1,0 +1,194 @@
+"""What the kernels take of a chip, found without one: registers, spills and shared memory of every configuration.
+
+python -m sglang_pdd.kernels.resources        # compiles everything for every chip and rewrites resources.json
+python -m sglang_pdd.kernels.resources sm90   # one chip only
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource, CompiledKernel
+
+from sglang_pdd.kernels.extend_decode import attend_kernel, merge_kernel, write_kernel
+from sglang_pdd.kernels.plan import ITEM, REQUEST, WAVES, plan_kernel
+from sglang_pdd.kernels.tiles import FP8, MLA, TILES, Arch, Chip, Shape, Tile, choose, halves
+
+TABLE = Path(__file__).resolve().with_name("resources.json")
+TARGETS: dict[Arch, GPUTarget] = {
+    "sm80": GPUTarget("cuda", 80, 32),
+    "sm90": GPUTarget("cuda", 90, 32),
+    "sm100": GPUTarget("cuda", 100, 32),
+    "gfx942": GPUTarget("hip", "gfx942", 64),
+}
+TYPES = {
+    "bfloat16": "bf16",
+    "float16": "fp16",
+    "float8_e4m3fn": "fp8e4nv",
+    "float8_e4m3fnuz": "fp8e4b8",
+    "float8_e5m2": "fp8e5",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """``registers`` a thread, ``spills`` in bytes a thread (AMD: registers), ``shared`` memory in bytes a block."""
+
+    registers: int
+    spills: int
+    shared: int
+
+
+@dataclass(frozen=True, slots=True)
+class Build:
+    """One compilation of the attention kernel. ``masked``: with window, cap and sinks."""
+
+    arch: Arch
+    shape: Shape
+    tile: Tile
+    masked: bool
+    fused: bool
+
+    @property
+    def row(self) -> str:
+        """Its row in the table, which holds the most that the variants of a tile take."""
+        kv = self.shape.kv_dtype.removeprefix("float8_")
+        tile = self.tile
+        peel = " peeled" if tile.peel else ""
+        dims = f"{self.shape.qk_dim}/{self.shape.v_dim}"
+        return f"{self.arch} {dims} {kv}: {tile.m} x {tile.n}, {tile.warps} warps, {tile.stages} stages{peel}"
+
+
+def builds(arch: Arch) -> Iterator[Build]:
+    """Everything that the launcher can choose on a chip, as far as it matters to the compiler."""
+    for qk_dim, v_dim in TILES[arch]:
+        latent = (qk_dim, v_dim) == MLA
+        for kv_dtype in ("bfloat16", FP8[arch][0]):
+            for masked in (False, True):
+                # One head a group: no tile is too small.
+                wide = Shape(1, 1, qk_dim, v_dim, kv_dtype=kv_dtype, latent=latent)
+                usual = Shape(
+                    128 if latent else 32, 1 if latent else 8, qk_dim, v_dim, kv_dtype=kv_dtype, latent=latent
+                )
+                for tile in choose(Chip(arch, 1), wide, masked=masked).tiles:
+                    yield Build(arch, usual, tile, masked, fused=kv_dtype == "bfloat16")
+
+
+def compile_attention(build: Build) -> CompiledKernel:
+    """Ahead of time, for arguments as the launcher passes them: aligned pointers and strides."""
+    shape, tile = build.shape, build.tile
+    (k0, k1), (v0, v1) = halves(shape.qk_dim), halves(shape.v_dim)
+    new, pool = TYPES[shape.dtype], TYPES[shape.kv_dtype]
+    types = dict.fromkeys(("q_ptr", "k_new", "v_new", "out_ptr"), f"*{new}")
+    types |= dict.fromkeys(("k_pool", "v_pool"), f"*{pool}")
+    types |= dict.fromkeys(("part_ptr", "part_lse_ptr"), "*fp32")
+    types |= dict.fromkeys(("new_slots", "kv_indices"), "*i64")
+    types |= dict.fromkeys(("qo_indptr", "kv_indptr", "items", "count"), "*i32")
+    types |= dict.fromkeys(("scale", "cap", "k_scale", "v_scale"), "fp32")
+    constants: dict[str, Any] = {
+        **{"lse_ptr": None, "HEADS": shape.kv_heads, "GROUP": shape.group, "K0": k0, "K1": k1, "V0": v0, "V1": v1},
+        **{"LATENT": shape.latent, "CAP": build.masked, "WINDOW": build.masked, "FUSED": build.fused},
+        **{"PEEL": tile.peel, "ITEM": ITEM, "BLOCK_M": tile.m, "BLOCK_N": tile.n},
+    }
+    if build.masked:
+        types["sinks_ptr"] = f"*{new}"
+    else:
+        constants["sinks_ptr"] = None
+    return _compile(build.arch, attend_kernel, types, constants, tile.warps, tile.stages)
+
+
+def compile_others(arch: Arch) -> Iterator[tuple[str, CompiledKernel]]:
+    """The plan, the merge and the write kernel, in their largest form."""
+    types = dict.fromkeys(plan_kernel.arg_names[:6], "*i32")
+    constants: dict[str, Any] = {"HEADS": 8, "GROUP": 4, "BLOCK_M": 16, "BLOCK_N": 64, "ABOVE": 0, "UP_TO": 16}
+    constants |= {"WAVES": WAVES, "ITEM": ITEM, "REQUEST": REQUEST, "BLOCK_B": 1024}
+    yield "plan", _compile(arch, plan_kernel, types, constants, 4, 3)
+    types = {"out_ptr": "*bf16", "part_ptr": "*fp32", "part_lse_ptr": "*fp32", "sinks_ptr": "*bf16"}
+    types |= dict.fromkeys(("qo_indptr", "requests", "request_of"), "*i32")
+    constants = {"lse_ptr": None, "HEADS": 1, "GROUP": 128, "V": 512, "REQUEST": REQUEST, "BLOCK_V": 512, "BLOCK_S": 8}
+    yield "merge", _compile(arch, merge_kernel, types, constants, 4, 3)
+    types = dict.fromkeys(("k_new", "v_new"), "*bf16")
+    types |= dict.fromkeys(("k_pool", "v_pool"), "*fp8e5") | {"new_slots": "*i64", "k_scale": "fp32", "v_scale": "fp32"}
+    constants = {"K0": 256, "K1": 0, "V0": 256, "V1": 0, "LATENT": False}
+    yield "write", _compile(arch, write_kernel, types, constants, 4, 3)
+
+
+def _compile(
+    arch: Arch, kernel: Any, types: dict[str, str], constants: dict[str, Any], warps: int, stages: int
+) -> CompiledKernel:
+    """What has neither type nor value is an integer. Strides and pointers are multiples of 16."""
+    names = kernel.arg_names
+    signature = {name: "constexpr" if name in constants else types.get(name, "i32") for name in names}
+    aligned = [name for name in names if signature[name][0] == "*" or name.startswith("stride_")]
+    source = ASTSource(
+        kernel,
+        signature,
+        constexprs={(names.index(name),): value for name, value in constants.items()},
+        attrs={(names.index(name),): [["tt.divisibility", 16]] for name in aligned},
+    )
+    return triton.compile(source, target=TARGETS[arch], options={"num_warps": warps, "num_stages": stages})
+
+
+def usage(kernel: CompiledKernel, arch: Arch) -> Usage:
+    """Read from the AMD assembly's own account, or asked of the ``ptxas`` that Triton brings."""
+    if arch == "gfx942":
+        text = kernel.asm["amdgcn"]
+        fields = {
+            name: int(value) for name, value in re.findall(r"\.(\w+_count|private_segment_fixed_size):\s*(\d+)", text)
+        }
+        spills = fields["vgpr_spill_count"] + fields["sgpr_spill_count"] + fields["private_segment_fixed_size"]
+        return Usage(fields["vgpr_count"], spills, kernel.metadata.shared)
+    tools = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
+    tool = tools / ("ptxas-blackwell" if arch == "sm100" else "ptxas")
+    tool = tool if tool.exists() else tools / "ptxas"
+    suffix = "" if arch == "sm80" else "a"
+    with tempfile.NamedTemporaryFile("w", suffix=".ptx") as file:
+        file.write(kernel.asm["ptx"])
+        file.flush()
+        command = [str(tool), "-v", f"-arch={arch.replace('sm', 'sm_')}{suffix}", file.name, "-o", "/dev/null"]
+        text = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+    used = re.search(r"Used (\d+) registers", text)
+    spilled = re.search(r"(\d+) bytes spill stores, (\d+) bytes spill loads", text)
+    assert used and spilled, text
+    return Usage(int(used[1]), int(spilled[1]) + int(spilled[2]), kernel.metadata.shared)
+
+
+def most(one: Usage, other: Usage) -> Usage:
+    """The larger of each."""
+    return Usage(max(one.registers, other.registers), max(one.spills, other.spills), max(one.shared, other.shared))
+
+
+def load() -> dict[str, Usage]:
+    """The table in the repository."""
+    return {row: Usage(*numbers) for row, numbers in json.loads(TABLE.read_text()).items()}
+
+
+def main() -> None:
+    """Rewrite the table."""
+    found = load() if TABLE.exists() else {}
+    for arch in [arch for arch in TARGETS if arch in sys.argv[1:]] or TARGETS:
+        found = {row: numbers for row, numbers in found.items() if not row.startswith(f"{arch} ")}
+        for name, kernel in compile_others(arch):
+            found[f"{arch} {name}"] = usage(kernel, arch)
+        for build in builds(arch):
+            taken = usage(compile_attention(build), arch)
+            print(build.row, "masked" if build.masked else "plain", taken, flush=True)
+            found[build.row] = most(taken, found.get(build.row, taken))
+    lines = [
+        f"  {json.dumps(row)}: {json.dumps([u.registers, u.spills, u.shared])}" for row, u in sorted(found.items())
+    ]
+    TABLE.write_text("{\n" + ",\n".join(lines) + "\n}\n")
+
+
+if __name__ == "__main__":
+    main()
