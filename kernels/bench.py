@@ -208,7 +208,7 @@ def check(chip: Chip) -> bool:
         if masked:
             options |= {"window": 100, "cap": 5.0, "sinks": torch.randn(heads, device="cuda")}
         try:
-            config = choose(chip, shape, masked=masked)
+            config = choose(chip, shape)
         except Unsupported as reason:
             print(f"      {what}: {reason}")
             continue

@@ -80,7 +80,7 @@ def builds(arch: Arch) -> Iterator[Build]:
                 usual = Shape(
                     128 if latent else 32, 1 if latent else 8, qk_dim, v_dim, kv_dtype=kv_dtype, latent=latent
                 )
-                for tile in choose(Chip(arch, 1), wide, masked=masked).tiles:
+                for tile in choose(Chip(arch, 1), wide).tiles:
                     yield Build(arch, usual, tile, masked, fused=kv_dtype == "bfloat16")
 
 

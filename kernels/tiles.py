@@ -94,35 +94,36 @@ def halves(dim: int) -> tuple[int, int]:
     return high, low
 
 
-# Arch -> (qk_dim, v_dim) -> tiles. Small tiles read masks they need not, which the memory hides; the large one has the
-# multiprocessor to itself, and peels where registers allow. Spills, registers and shared memory: resources.json.
+# Arch -> (qk_dim, v_dim) -> tiles. The small tiles wait for memory: what counts is how much is under way, about
+# ``per_core * (stages - 2)`` KV tiles, so they read masks they need not and take three stages and more. The large one
+# has the multiprocessor to itself. Spills, registers and shared memory: resources.json.
 TILES: dict[Arch, dict[tuple[int, int], tuple[Tile, ...]]] = {
     "sm80": {
         (64, 64): (Tile(16, 64, 4, 4, 3), Tile(64, 64, 4, 3, 2), Tile(128, 64, 8, 3, 1, True)),
         (80, 80): (Tile(16, 32, 4, 4, 3), Tile(64, 32, 4, 3, 2), Tile(128, 32, 8, 3, 1, True)),
         (96, 96): (Tile(16, 64, 4, 3, 3), Tile(64, 32, 4, 3, 2), Tile(128, 32, 8, 3, 1, True)),
         (128, 128): (Tile(16, 64, 4, 3, 2), Tile(64, 32, 4, 3, 2), Tile(128, 32, 8, 3, 1)),
-        (192, 128): (Tile(16, 64, 4, 3, 1), Tile(64, 32, 8, 3, 1), Tile(128, 32, 8, 3, 1)),
-        (256, 256): (Tile(16, 32, 8, 3, 1), Tile(64, 32, 8, 3, 1)),
-        (576, 512): (Tile(16, 32, 8, 3, 1), Tile(64, 16, 8, 2, 1)),
+        (192, 128): (Tile(16, 32, 4, 3, 2), Tile(64, 32, 8, 3, 1), Tile(128, 32, 8, 3, 1)),
+        (256, 256): (Tile(16, 32, 8, 3, 2), Tile(64, 32, 8, 3, 1)),
+        (576, 512): (Tile(16, 32, 8, 3, 1), Tile(32, 32, 8, 3, 1)),
     },
     "sm90": {
-        (64, 64): (Tile(16, 64, 4, 4, 4), Tile(64, 64, 4, 3, 3), Tile(128, 64, 8, 3, 1, True)),
-        (80, 80): (Tile(16, 32, 4, 4, 3), Tile(64, 64, 4, 3, 2), Tile(128, 64, 8, 3, 1, True)),
-        (96, 96): (Tile(16, 64, 4, 3, 4), Tile(64, 64, 4, 3, 2), Tile(128, 64, 8, 3, 1, True)),
-        (128, 128): (Tile(16, 64, 4, 3, 3), Tile(64, 64, 4, 2, 2), Tile(128, 64, 8, 3, 1, True)),
-        (192, 128): (Tile(16, 64, 4, 3, 2), Tile(64, 32, 4, 3, 2), Tile(128, 64, 8, 2, 1, True)),
-        (256, 256): (Tile(16, 32, 8, 3, 2), Tile(64, 32, 8, 3, 1)),
-        (576, 512): (Tile(16, 32, 4, 3, 2), Tile(64, 32, 8, 2, 1)),
+        (64, 64): (Tile(16, 64, 4, 4, 4), Tile(64, 64, 4, 4, 3), Tile(128, 64, 8, 4, 1, True)),
+        (80, 80): (Tile(16, 32, 4, 5, 3), Tile(64, 64, 4, 4, 2), Tile(128, 64, 8, 4, 1, True)),
+        (96, 96): (Tile(16, 64, 4, 3, 4), Tile(64, 64, 4, 4, 2), Tile(128, 64, 8, 4, 1, True)),
+        (128, 128): (Tile(16, 64, 4, 3, 3), Tile(64, 32, 4, 5, 2), Tile(128, 64, 8, 4, 1, True)),
+        (192, 128): (Tile(16, 64, 4, 3, 2), Tile(64, 32, 4, 4, 2), Tile(128, 64, 8, 3, 1, True)),
+        (256, 256): (Tile(16, 32, 8, 3, 2), Tile(64, 32, 8, 4, 1)),
+        (576, 512): (Tile(16, 32, 4, 3, 2), Tile(64, 32, 8, 3, 1)),
     },
     "sm100": {
-        (64, 64): (Tile(16, 64, 4, 4, 4), Tile(64, 64, 4, 3, 2), Tile(128, 64, 8, 3, 1, True)),
-        (80, 80): (Tile(16, 32, 4, 4, 3), Tile(64, 32, 4, 3, 2), Tile(128, 64, 8, 3, 1, True)),
-        (96, 96): (Tile(16, 64, 4, 3, 3), Tile(64, 64, 4, 3, 2), Tile(128, 64, 8, 3, 1, True)),
-        (128, 128): (Tile(16, 64, 4, 3, 3), Tile(64, 64, 4, 2, 2), Tile(128, 64, 8, 3, 1, True)),
-        (192, 128): (Tile(16, 64, 4, 3, 2), Tile(64, 32, 4, 3, 2), Tile(128, 64, 8, 2, 1)),
-        (256, 256): (Tile(16, 32, 8, 3, 2), Tile(64, 32, 8, 3, 1)),
-        (576, 512): (Tile(16, 32, 4, 3, 2), Tile(64, 32, 8, 2, 1)),
+        (64, 64): (Tile(16, 64, 4, 4, 4), Tile(64, 64, 4, 4, 2), Tile(128, 64, 8, 4, 1, True)),
+        (80, 80): (Tile(16, 32, 4, 5, 3), Tile(64, 64, 4, 4, 2), Tile(128, 64, 8, 4, 1, True)),
+        (96, 96): (Tile(16, 64, 4, 3, 3), Tile(64, 64, 4, 4, 2), Tile(128, 64, 8, 4, 1, True)),
+        (128, 128): (Tile(16, 64, 4, 3, 3), Tile(64, 32, 4, 5, 2), Tile(128, 64, 8, 4, 1, True)),
+        (192, 128): (Tile(16, 64, 4, 3, 2), Tile(64, 32, 4, 4, 2), Tile(128, 64, 8, 3, 1)),
+        (256, 256): (Tile(16, 32, 8, 3, 2), Tile(64, 32, 8, 4, 1)),
+        (576, 512): (Tile(16, 32, 4, 3, 2), Tile(64, 32, 8, 3, 1)),
     },
     "gfx942": {
         (64, 64): (Tile(16, 64, 4, 2, 3), Tile(64, 64, 4, 2, 2), Tile(128, 64, 4, 2, 2, True)),
@@ -134,9 +135,9 @@ TILES: dict[Arch, dict[tuple[int, int], tuple[Tile, ...]]] = {
         (576, 512): (Tile(16, 16, 4, 2, 2), Tile(64, 16, 4, 2, 1)),
     },
 }
-# Where a window or a cap takes the last registers: arch, (qk_dim, v_dim), m -> another tile.
-MASKED: dict[tuple[Arch, tuple[int, int], int], Tile] = {
-    ("sm90", (128, 128), 64): Tile(64, 32, 4, 3, 2),
+# Where converting fp8 takes the last registers.
+FP8_TILES: dict[tuple[Arch, tuple[int, int]], tuple[Tile, ...]] = {
+    ("sm90", MLA): (Tile(16, 32, 8, 3, 1), Tile(32, 32, 8, 3, 1)),
 }
 FP8: dict[Arch, tuple[str, ...]] = {
     "sm80": ("float8_e5m2",),
@@ -148,10 +149,10 @@ FP8: dict[Arch, tuple[str, ...]] = {
 _INTERPRETED: tuple[Tile, ...] = (Tile(16, 16, 4, 1, 1), Tile(32, 16, 4, 1, 1, peel=True))
 
 
-def choose(chip: Chip, shape: Shape, most_new: int | None = None, masked: bool = False) -> Config:
+def choose(chip: Chip, shape: Shape, most_new: int | None = None) -> Config:
     """The tiles for a layer on a chip; raises `Unsupported`.
 
-    ``most_new``: no request brings more new tokens than this, which saves launches. ``masked``: with a window or a cap.
+    ``most_new``: no request brings more new tokens than this, which saves launches.
     """
     for dim in (shape.qk_dim, shape.v_dim):
         halves(dim)
@@ -164,8 +165,8 @@ def choose(chip: Chip, shape: Shape, most_new: int | None = None, masked: bool =
         if shape.dtype not in ("bfloat16", "float16") or dims not in TILES[chip.arch] or shape.latent != (dims == MLA):
             raise Unsupported(f"no tiles for {shape} on {chip.arch}")
         tiles = TILES[chip.arch][dims]
-        if masked:
-            tiles = tuple(MASKED.get((chip.arch, dims, tile.m), tile) for tile in tiles)
+        if shape.kv_dtype != shape.dtype:
+            tiles = FP8_TILES.get((chip.arch, dims), tiles)
     most_rows = None if most_new is None else most_new * shape.group
     return Config(tuple(_needed(tiles, shape.group, most_rows)), chip.cores)
 

@@ -15,7 +15,6 @@ from sglang_pdd.kernels.extend_decode import Plan, extend_decode, this_chip
 from sglang_pdd.kernels.tiles import MLA, Chip, Config, Shape, Unsupported, choose
 from sglang_pdd.patches.attention import better
 
-
 logger = logging.getLogger(__name__)
 
 
@@ -101,7 +100,7 @@ class PddTritonAttnBackend(TritonAttnBackend):
             return plans[shape, window]
         plan = None
         most_new, requests = max(forward_batch.extend_seq_lens_cpu), forward_batch.batch_size
-        config = _config(self.chip, shape, most_new, window >= 0 or layer.logit_cap > 0)
+        config = _config(self.chip, shape, most_new)
         if config is not None and k_pool.shape[1:] == (shape.kv_heads, shape.qk_dim):
             plan = Plan(config, shape, requests, q.shape[0], self.device)
             # SGLang packs a window's prefix as a list of its own; distances to the new tokens are the same in it.
@@ -127,8 +126,8 @@ def _name(dtype: torch.dtype) -> str:
 
 
 @functools.cache
-def _config(chip: Chip, shape: Shape, most_new: int, masked: bool) -> Config | None:
+def _config(chip: Chip, shape: Shape, most_new: int) -> Config | None:
     try:
-        return choose(chip, shape, most_new, masked)
+        return choose(chip, shape, most_new)
     except Unsupported:
         return None

@@ -51,7 +51,7 @@ def test_head_sizes(dims: str, dtype: str) -> None:
     check(shape, make(shape, NEWS, PREFIXES, page=16))
 
 
-@pytest.mark.parametrize("heads, kv_heads", [(1, 1), (3, 3), (7, 1), (10, 2), (20, 1)])
+@pytest.mark.parametrize("heads, kv_heads", [(1, 1), (3, 3), (7, 1), (10, 2), (20, 1), (40, 1)])
 def test_groups(heads: int, kv_heads: int) -> None:
     shape = small(heads, kv_heads)
     check(shape, make(shape, NEWS, PREFIXES))

@@ -1,4 +1,4 @@
-"""What the kernels compile to, for chips that are not here. The table is rewritten by `sglang_pdd.kernels.resources`."""
+"""What the kernels compile to, for chips that are not here. `sglang_pdd.kernels.resources` rewrites the table."""
 
 from __future__ import annotations
 
