@@ -35,6 +35,7 @@ KINDS = {
     "MLA": Shape(128, 1, 576, 512, latent=True),
 }
 NEWS, PREFIXES, BATCHES = (1, 4, 16, 64, 256), (4 << 10, 32 << 10, 64 << 10, 128 << 10), (1, 8, 32)
+DEVICE = "cuda"
 PAGE = 16
 RUNS = 15
 COLD_BYTES = 256 << 20  # between two uses of the same input at least so much else is read: several times any L2
@@ -112,11 +113,11 @@ def median_us(calls: Sequence[Callable[[], object]], runs: int = RUNS) -> float:
 
 def ceilings() -> dict[str, float]:
     """The card's copy bandwidth in bytes/s (read and written) and its bf16 matrix rate in FLOP/s."""
-    source, target = (torch.empty(1 << 30, dtype=torch.int32, device="cuda") for _ in range(2))
+    source, target = (torch.empty(1 << 30, dtype=torch.int32, device=DEVICE) for _ in range(2))
     copy = 2 * source.nbytes / median_us([lambda: target.copy_(source)]) * 1e6
     best = 0.0
     for n in (4096, 8192, 16384):
-        a, b, out = (torch.randn(n, n, dtype=torch.bfloat16, device="cuda") for _ in range(3))
+        a, b, out = (torch.randn(n, n, dtype=torch.bfloat16, device=DEVICE) for _ in range(3))
         best = max(best, 2 * n**3 / median_us([functools.partial(torch.mm, a, b, out=out)]) * 1e6)
     return {"copy_bytes_per_s": copy, "matmul_flop_per_s": best}
 
@@ -126,27 +127,27 @@ class Pool:
 
     def __init__(self, shape: Shape, slots: int) -> None:
         self.shape = shape
-        self.k = torch.empty(slots, shape.kv_heads, shape.qk_dim, dtype=torch.bfloat16, device="cuda").normal_()
+        self.k = torch.empty(slots, shape.kv_heads, shape.qk_dim, dtype=torch.bfloat16, device=DEVICE).normal_()
         self.v = self.k[..., : shape.v_dim]
         if not shape.latent:
-            self.v = torch.empty(slots, shape.kv_heads, shape.v_dim, dtype=torch.bfloat16, device="cuda").normal_()
+            self.v = torch.empty(slots, shape.kv_heads, shape.v_dim, dtype=torch.bfloat16, device=DEVICE).normal_()
 
     def batches(self, case: Case) -> list[Batch]:
         """Batches on pages of their own, so many that none is in the cache when its turn comes again."""
         shape, tokens = self.shape, sum(case.news)
         lens = [-(-(n + p) // PAGE) * PAGE for n, p in zip(case.news, case.prefixes, strict=True)]
         number = max(1, min(-(-COLD_BYTES // case.bytes) + 1, len(self.k) // sum(lens), RUNS))
-        pages = torch.randperm(len(self.k) // PAGE, device="cuda")
-        slots = (pages[:, None] * PAGE + torch.arange(PAGE, device="cuda")).flatten()
+        pages = torch.randperm(len(self.k) // PAGE, device=DEVICE)
+        slots = (pages[:, None] * PAGE + torch.arange(PAGE, device=DEVICE)).flatten()
         made = []
         for i in range(number):
             rows = slots[i * sum(lens) : (i + 1) * sum(lens)].split(lens)
             old = torch.cat([row[:p] for row, p in zip(rows, case.prefixes, strict=True)])
             new = torch.cat([r[p : p + n] for r, p, n in zip(rows, case.prefixes, case.news, strict=True)])
-            q = torch.randn(tokens, shape.heads, shape.qk_dim, dtype=torch.bfloat16, device="cuda")
-            k = torch.randn(tokens, shape.kv_heads, shape.qk_dim, dtype=torch.bfloat16, device="cuda")
+            q = torch.randn(tokens, shape.heads, shape.qk_dim, dtype=torch.bfloat16, device=DEVICE)
+            k = torch.randn(tokens, shape.kv_heads, shape.qk_dim, dtype=torch.bfloat16, device=DEVICE)
             v = k[..., : shape.v_dim] if shape.latent else torch.randn_like(k[..., : shape.v_dim])
-            ends = indptr(case.news, "cuda"), indptr(case.prefixes, "cuda")
+            ends = indptr(case.news, DEVICE), indptr(case.prefixes, DEVICE)
             made.append(Batch(q, k, v, self.k, self.v, new, *ends, old))
         return made
 
@@ -156,8 +157,8 @@ def measure(case: Case, pool: Pool, chip: Chip, with_peers: bool) -> dict[str, A
     shape = KINDS[case.kind]
     scale = shape.qk_dim**-0.5
     batches = pool.batches(case)
-    outs = [torch.empty(len(b.q), shape.heads, shape.v_dim, dtype=b.q.dtype, device="cuda") for b in batches]
-    plan = Plan(choose(chip, shape, max(case.news)), shape, len(case.news), sum(case.news), "cuda")
+    outs = [torch.empty(len(b.q), shape.heads, shape.v_dim, dtype=b.q.dtype, device=DEVICE) for b in batches]
+    plan = Plan(choose(chip, shape, max(case.news)), shape, len(case.news), sum(case.news), DEVICE)
     plan.update(batches[0].qo_indptr, batches[0].kv_indptr)
 
     def ours(batch: Batch, out: torch.Tensor) -> Callable[[], None]:
@@ -206,13 +207,13 @@ def check(chip: Chip) -> bool:
         what = f"{qk_dim}/{v_dim}, {heads}/{kv_heads} heads, {dtype}, KV {kv_dtype}{', all masks' if masked else ''}"
         options: dict[str, Any] = {"scale": qk_dim**-0.5}
         if masked:
-            options |= {"window": 100, "cap": 5.0, "sinks": torch.randn(heads, device="cuda")}
+            options |= {"window": 100, "cap": 5.0, "sinks": torch.randn(heads, device=DEVICE)}
         try:
             config = choose(chip, shape)
         except Unsupported as reason:
             print(f"      {what}: {reason}")
             continue
-        batch = make(shape, *RAGGED, page=16, device="cuda")
+        batch = make(shape, *RAGGED, page=16, device=DEVICE)
         got = run(config, shape, batch, **options)
         batch.k_new, batch.v_new = batch.k_pool[batch.new_slots], batch.v_pool[batch.new_slots]  # as rounded
         off = [error(*pair) for pair in zip(got, expect(batch, **options), strict=True)]

@@ -173,8 +173,24 @@ def load() -> dict[str, Usage]:
     return {row: Usage(*numbers) for row, numbers in json.loads(TABLE.read_text()).items()}
 
 
+def markdown(table: dict[str, Usage]) -> Iterator[str]:
+    """The bf16 part for docs/kernels.md."""
+    for arch, shapes in TILES.items():
+        yield f"| {arch} | 16 rows | 32 or 64 rows | 128 rows |"
+        yield "|---|---|---|---|"
+        for dims in shapes:
+            cells = {}
+            for build in builds(arch):
+                if (build.shape.qk_dim, build.shape.v_dim) == dims and build.fused:
+                    taken, tile = table[build.row], build.tile
+                    cell = f"x {tile.n}: {taken.registers} r, {taken.shared / 1024:.0f} K, {tile.per_core}"
+                    cells[16 if tile.m == 16 else 128 if tile.m == 128 else 64] = cell
+            yield f"| {dims[0]} / {dims[1]} | {' | '.join(cells.get(m, '') for m in (16, 64, 128))} |"
+        yield ""
+
+
 def main() -> None:
-    """Rewrite the table."""
+    """Rewrite the table, and print its part for the documentation."""
     found = load() if TABLE.exists() else {}
     for arch in [arch for arch in TARGETS if arch in sys.argv[1:]] or TARGETS:
         found = {row: numbers for row, numbers in found.items() if not row.startswith(f"{arch} ")}
@@ -188,6 +204,8 @@ def main() -> None:
         f"  {json.dumps(row)}: {json.dumps([u.registers, u.spills, u.shared])}" for row, u in sorted(found.items())
     ]
     TABLE.write_text("{\n" + ",\n".join(lines) + "\n}\n")
+    if all(build.row in found for arch in TARGETS for build in builds(arch)):
+        print(*markdown(found), sep="\n")
 
 
 if __name__ == "__main__":
