@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 import tasks
 from client import generate
 from cluster import Cluster
@@ -38,3 +39,25 @@ def test_follow_ups_get_the_tokens_of_torch_native(tmp_path: Path) -> None:
     for ours, theirs in zip(answers["ours"], answers["theirs"], strict=True):
         assert ours.ids == theirs.ids
         assert max(abs(a - b) for a, b in zip(ours.logprobs, theirs.logprobs, strict=True)) < 1e-3
+
+
+@pytest.mark.full
+@pytest.mark.timeout(1500)
+def test_a_handoff_gets_the_tokens_of_torch_native(tmp_path: Path) -> None:
+    """Relay and main decode are interpreted, so the relay makes a handful of tokens until the KV has landed."""
+    slow = {"TRITON_INTERPRET": "1"}
+    flags = ("--attention-backend", "triton")
+    spec = Cluster(
+        kind="pdd",
+        page_size=16,
+        router="mini-lb",
+        wan_rate_limit="2mbit",
+        flags={"relay": flags, "main": flags},
+        env={"relay": slow, "main": slow},
+    )
+    task = tasks.cold(3, 1500, 25)
+    with spec.launch(tmp_path) as running:
+        answer = generate(running.url, task.prompt, 26)
+        assert answer.text.split() == task.answer.split()
+        assert "the first batch for our attention kernel" in running.mains[0].log.read_text()
+        assert "our kernel" not in running.relays[0].log.read_text()
