@@ -42,7 +42,7 @@ TYPES = {
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """``registers`` a thread, ``spills`` in bytes a thread (AMD: registers), ``shared`` memory in bytes a block."""
+    """Of a thread: ``registers``, ``spills`` (bytes of stack; AMD: and registers). Of a block: bytes of ``shared``."""
 
     registers: int
     spills: int
@@ -143,27 +143,21 @@ def _compile(
 
 
 def usage(kernel: CompiledKernel, arch: Arch) -> Usage:
-    """Read from the AMD assembly's own account, or asked of the ``ptxas`` that Triton brings."""
+    """Read from the AMD assembly's own account, or from the cubin by the ``cuobjdump`` that Triton brings."""
     if arch == "gfx942":
         text = kernel.asm["amdgcn"]
-        fields = {
-            name: int(value) for name, value in re.findall(r"\.(\w+_count|private_segment_fixed_size):\s*(\d+)", text)
-        }
-        spills = fields["vgpr_spill_count"] + fields["sgpr_spill_count"] + fields["private_segment_fixed_size"]
-        return Usage(fields["vgpr_count"], spills, kernel.metadata.shared)
-    tools = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
-    tool = tools / ("ptxas-blackwell" if arch == "sm100" else "ptxas")
-    tool = tool if tool.exists() else tools / "ptxas"
-    suffix = "" if arch == "sm80" else "a"
-    with tempfile.NamedTemporaryFile("w", suffix=".ptx") as file:
-        file.write(kernel.asm["ptx"])
+        fields = dict(re.findall(r"\.(\w+_count|private_segment_fixed_size):\s*(\d+)", text))
+        spills = sum(int(fields[f]) for f in ("vgpr_spill_count", "sgpr_spill_count", "private_segment_fixed_size"))
+        return Usage(int(fields["vgpr_count"]), spills, kernel.metadata.shared)
+    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(kernel.asm["cubin"])
         file.flush()
-        command = [str(tool), "-v", f"-arch={arch.replace('sm', 'sm_')}{suffix}", file.name, "-o", "/dev/null"]
-        text = subprocess.run(command, capture_output=True, text=True, check=True).stderr
-    used = re.search(r"Used (\d+) registers", text)
-    spilled = re.search(r"(\d+) bytes spill stores, (\d+) bytes spill loads", text)
-    assert used and spilled, text
-    return Usage(int(used[1]), int(spilled[1]) + int(spilled[2]), kernel.metadata.shared)
+        command = [str(tool), "--dump-resource-usage", file.name]
+        text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    found = re.search(r"REG:(\d+) STACK:(\d+) .*LOCAL:(\d+)", text)
+    assert found, text
+    return Usage(int(found[1]), int(found[2]) + int(found[3]), kernel.metadata.shared)
 
 
 def most(one: Usage, other: Usage) -> Usage:
