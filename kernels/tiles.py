@@ -123,7 +123,7 @@ TILES: dict[Arch, dict[tuple[int, int], tuple[Tile, ...]]] = {
         (128, 128): (Tile(16, 64, 4, 3, 2), Tile(64, 32, 4, 5, 2), Tile(128, 64, 8, 4, 1, True)),
         (192, 128): (Tile(16, 32, 4, 4, 2), Tile(64, 32, 4, 4, 2), Tile(128, 64, 8, 3, 1)),
         (256, 256): (Tile(16, 32, 8, 3, 2), Tile(64, 32, 8, 4, 1)),
-        (576, 512): (Tile(16, 32, 4, 3, 2), Tile(64, 32, 8, 3, 1)),
+        (576, 512): (Tile(16, 32, 4, 3, 2), Tile(32, 32, 8, 3, 1)),
     },
     "gfx942": {
         (64, 64): (Tile(16, 64, 4, 2, 3), Tile(64, 64, 4, 2, 2), Tile(128, 64, 4, 2, 2, True)),
@@ -138,6 +138,7 @@ TILES: dict[Arch, dict[tuple[int, int], tuple[Tile, ...]]] = {
 # Where converting fp8 takes the last registers.
 FP8_TILES: dict[tuple[Arch, tuple[int, int]], tuple[Tile, ...]] = {
     ("sm90", MLA): (Tile(16, 32, 8, 3, 1), Tile(32, 32, 8, 3, 1)),
+    ("sm100", MLA): (Tile(16, 32, 8, 3, 1), Tile(32, 32, 8, 3, 1)),
 }
 FP8: dict[Arch, tuple[str, ...]] = {
     "sm80": ("float8_e5m2",),
