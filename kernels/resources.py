@@ -72,11 +72,11 @@ class Build:
 def builds(arch: Arch) -> Iterator[Build]:
     """Everything that the launcher can choose on a chip, as far as it matters to the compiler.
 
-    With an fp8 pool only the usual head sizes, and what takes the most: all masks.
+    With an fp8 pool only what takes the most: all masks.
     """
     for qk_dim, v_dim in TILES[arch]:
         latent = (qk_dim, v_dim) == MLA
-        for kv_dtype in ("bfloat16", FP8[arch][0]) if qk_dim == 128 or latent else ("bfloat16",):
+        for kv_dtype in ("bfloat16", FP8[arch][0]):
             for masked in (False, True) if kv_dtype == "bfloat16" else (True,):
                 # One head a group: no tile is too small.
                 wide = Shape(1, 1, qk_dim, v_dim, kv_dtype=kv_dtype, latent=latent)
