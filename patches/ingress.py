@@ -31,6 +31,15 @@ from sglang_pdd.transport import Endpoint
 
 logger = logging.getLogger(__name__)
 
+# Flags on which it depends what a server samples for the same request.
+_SAMPLING_FLAGS = (
+    "enable_deterministic_inference",
+    "grammar_backend",
+    "reasoning_parser",
+    "enable_custom_logit_processor",
+    "enable_watermark",
+)
+
 seam: Seam | None = None  # of this process, once the scheduler is up
 
 
@@ -168,6 +177,7 @@ def fingerprint(scheduler: Any) -> dict[str, str]:
         else "none",
         "page_size": str(scheduler.token_to_kv_pool_allocator.page_size),
         "kv_cache_dtype": str(scheduler.tp_worker.model_runner.kv_cache_dtype),
+        "sampling": " ".join(f"{name}={getattr(scheduler.server_args, name)}" for name in _SAMPLING_FLAGS),
     }
 
 

@@ -50,11 +50,12 @@ class RelaySeam(ingress.Seam):
             self.scheduler.abort_request(AbortReq(rid=relay_rid(command.relay_room)))
 
     def _start(self, command: StartDecode) -> None:
+        request = command.request
         host, _, port = command.bootstrap.rpartition(":")
         try:
-            sampling = sampling_from_wire(dict(command.sampling))
+            sampling = sampling_from_wire(dict(request.sampling))
             sampling.verify(self.scheduler.model_config.vocab_size)
-            if max(command.prompt) >= self.scheduler.model_config.vocab_size:
+            if max(request.prompt) >= self.scheduler.model_config.vocab_size:
                 raise ValueError("a prompt token is not in the vocabulary")
         except Exception as error:  # msgspec raises kinds of its own
             self.counters.inc("relay.refused", reason="malformed")
@@ -63,20 +64,24 @@ class RelaySeam(ingress.Seam):
             return
         rid = relay_rid(command.relay_room)
         self._rooms[rid] = command.relay_room
-        self.timeline.event("relay_start", command.relay_room, prompt_tokens=len(command.prompt))
+        self.timeline.event("relay_start", command.relay_room, prompt_tokens=len(request.prompt))
         self.scheduler.handle_generate_request(
             TokenizedGenerateReqInput(
                 rid=rid,
                 input_text="",
-                input_ids=array("q", command.prompt),
+                input_ids=array("q", request.prompt),
                 input_embeds=None,
                 mm_inputs=None,
                 token_type_ids=None,
                 sampling_params=sampling,
-                return_logprob=command.return_logprob,
+                return_logprob=request.return_logprob,
                 logprob_start_len=-1,
-                top_logprobs_num=command.top_logprobs,
-                token_ids_logprob=None,
+                top_logprobs_num=request.top_logprobs,
+                token_ids_logprob=list(request.named_ids) or None,
+                custom_logit_processor=request.logit_processor or None,
+                require_reasoning=request.reasoning,
+                extra_key=request.extra_key or None,
+                cache_salt=request.cache_salt or None,
                 stream=True,
                 bootstrap_host=host,
                 bootstrap_port=int(port),

@@ -29,7 +29,7 @@ _DECODE = (
 _IMPLIED: dict[str, tuple[tuple[str, Any, Any], ...]] = {
     "prefill": (("disaggregation_mode", "prefill", "null"),),
     "relay": _DECODE,
-    "main": _DECODE,
+    "main": (*_DECODE, ("enable_mixed_chunk", True, False)),  # an extend pass takes the running decodes along
 }
 
 # Stock flags that PDD has not been run with: field -> the only value served. Of a union, any of them.

@@ -361,8 +361,8 @@ ENTRIES: tuple[Entry, ...] = (
     *_uses(
         REQ_INPUT,
         "rid input_text input_ids input_embeds mm_inputs token_type_ids sampling_params return_logprob "
-        "logprob_start_len top_logprobs_num token_ids_logprob stream bootstrap_host bootstrap_port "
-        "bootstrap_room",
+        "logprob_start_len top_logprobs_num token_ids_logprob custom_logit_processor require_reasoning extra_key cache_salt stream "
+        "bootstrap_host bootstrap_port bootstrap_room",
         "a relayed request is made of these", roles=("relay",), kind="field",
     ),
 
@@ -388,6 +388,16 @@ ENTRIES: tuple[Entry, ...] = (
         "around", "main:next_batch", "the extend pass", roles=("main",),
     ),
     _hook(
+        "sglang.srt.disaggregation.decode.SchedulerDisaggregationDecodeMixin", "process_decode_queue",
+        "(self)",
+        "before", "main:step_begins", "the last extend pass joins the running batch", roles=("main",),
+    ),
+    _hook(
+        BATCH, "cumulate_penalty_output_tokens",
+        "(self)",
+        "around", "extend:first_history", "penalties see what they see on a single server", roles=("relay", "main"),
+    ),
+    _hook(
         RESULTS, "process_batch_result_prefill",
         "(self, batch, result)",
         "after", "main:extend_processed", "an extend pass is done", roles=("main",), safe=True,
@@ -409,6 +419,21 @@ ENTRIES: tuple[Entry, ...] = (
     ),
     _calls(BATCH, "prepare_for_extend", "(self)", "the extend batch", roles=("main",)),
     _calls(BATCH, "merge_batch", "(self, other)", "the extend batch", roles=("main",)),
+    _calls(BATCH, "prepare_for_decode", "(self)", "a mixed pass", roles=("main",)),
+    _calls(BATCH, "mix_with_running", "(self, running_batch)", "a mixed pass", roles=("main",)),
+    _calls(BATCH, "check_decode_mem", "(self, selected_indices=None)", "a mixed pass", roles=("main",)),
+    _calls(SCHEDULER, "_reqs_finishing_inflight", "(self, batch)", "a mixed pass", roles=("main",)),
+    *_uses(BATCH, "decoding_reqs batch_is_full", "a mixed pass", roles=("main",), kind="field"),
+    _calls(
+        "sglang.srt.managers.schedule_policy.SchedulePolicy", "calc_priority",
+        "(self, waiting_queue, running_batch=None, processed_tokens=0)",
+        "who is taken over first", roles=("main",),
+    ),
+    _calls(
+        "sglang.srt.sampling.penaltylib.orchestrator.BatchedPenalizerOrchestrator", "cumulate_output_tokens",
+        "(self, output_ids)",
+        "penalties of relayed tokens", roles=("main",),
+    ),
     _calls(
         BATCH, "filter_batch",
         "(self, reqs_to_exclude=None, keep_indices=None)",
@@ -449,14 +474,14 @@ ENTRIES: tuple[Entry, ...] = (
         REQ,
         "prefix_len extend_end full_untruncated_fill_ids already_computed _cache_breakdown_computed "
         "logprob_start_len cached_tokens cached_tokens_device cached_tokens_host cached_tokens_storage "
-        "pd_rebootstrap_forced_output_id",
+        "pd_rebootstrap_forced_output_id inflight_middle_chunks is_retracted decode_batch_idx",
         "a request's state", roles=("main",),
     ),
     *_uses(
         SCHEDULER,
         "_engine_paused disagg_decode_transfer_queue disagg_decode_prealloc_queue last_batch waiting_queue req_to_token_pool "
         "max_running_requests enable_overlap spec_algorithm dp_attn_adapter schedule_stream forward_stream "
-        "batch_result_processor",
+        "batch_result_processor is_mixed_chunk enable_priority_scheduling policy running_batch",
         "read by MD's seam", roles=("main",),
     ),
 )

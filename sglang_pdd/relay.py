@@ -82,7 +82,8 @@ class Relay:
             by_main.setdefault(session.main, []).append(
                 Chunk(session.room, chunk.start, chunk.ids, chunk.logprobs, chunk.finished)
             )
-        return [Send(main, Tokens(tuple(chunks), self.load)) for main, chunks in by_main.items()]
+        percent = min(100, 100 * self.load // self.capacity)
+        return [Send(main, Tokens(tuple(chunks), percent)) for main, chunks in by_main.items()]
 
     def ended(self, relay_room: int) -> list[Action]:
         """The engine has let go of the request."""
@@ -111,17 +112,17 @@ class Relay:
         if ask.relay_room in self._sessions:
             self._counters.inc("messages.dropped", cause="stale")
             return []
-        tokens = len(ask.prompt) + RESERVED_OUTPUT
+        tokens = len(ask.request.prompt) + RESERVED_OUTPUT
         if reason := self._refusal(peer, ask, tokens):
             self._counters.inc("relay.refused", reason=reason.split(":")[0])
-            return [Send(peer, RelayReply(ask.relay_room, False, reason, self.load))]
+            return [Send(peer, RelayReply(ask.relay_room, False, reason))]
         self._sessions[ask.relay_room] = _Session(ask.room, peer, ask.main, tokens, now)
         self._used[ask.main] = now
         self._counters.inc("relay.opened")
         return [
             Dial(ask.main, ask.main_key),
-            StartDecode(ask.relay_room, bootstrap, ask.prompt, ask.sampling, ask.return_logprob, ask.top_logprobs),
-            Send(peer, RelayReply(ask.relay_room, True, "", self.load)),
+            StartDecode(ask.relay_room, bootstrap, ask.request),
+            Send(peer, RelayReply(ask.relay_room, True)),
         ]
 
     def _refusal(self, peer: str, ask: RelayOpen, tokens: int) -> str | None:
@@ -135,7 +136,7 @@ class Relay:
             return f"memory: {tokens} tokens do not fit"
         if not self._trusted(ask.main_key):
             return f"key: {ask.main} is not in the allow-list"
-        if not ask.prompt:
+        if not ask.request.prompt:
             return "prompt: empty"
         return None
 
