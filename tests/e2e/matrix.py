@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import product
 
 from cluster import Cluster
@@ -28,6 +29,19 @@ FAULTS = {
         },
     )
 }
+_SAMPLING = ("--enable-custom-logit-processor", "--enable-deterministic-inference", "--grammar-backend", "xgrammar")
+_SEAM = Cluster(
+    kind="pdd",
+    router="mini-lb",  # the Rust router drops sampling parameters that it does not know
+    flags={
+        "prefill": ("--pdd-relay-policy", "always", *_SAMPLING),
+        "relay": _SAMPLING,
+        "main": ("--pdd-handoff", "catch-up", "--pdd-handoff-threshold", "4", *_SAMPLING),
+        "single": _SAMPLING,
+    },
+)
+SEAM = {"seam": _SEAM}
+WITH_FORCE = ("seam", "full-seam-sync")
 WITH_FLIP = ("faults",)
 WITH_KEYS = ("faults",)
 
@@ -42,6 +56,6 @@ def _product() -> dict[str, Cluster]:
     return clusters
 
 
-CLUSTERS = {**USUAL, **FAULTS, **_product()}
+CLUSTERS = {**USUAL, **FAULTS, **SEAM, **_product(), "full-seam-sync": replace(_SEAM, overlap=False, page_size=16)}
 DEFAULT = tuple(USUAL)
 LAYOUTS = (*USUAL, *_product())  # for tests that meet the layout at every step
