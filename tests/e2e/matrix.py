@@ -29,7 +29,10 @@ FAULTS = {
         },
     )
 }
-_SAMPLING = ("--enable-custom-logit-processor", "--enable-deterministic-inference", "--grammar-backend", "xgrammar")
+_SAMPLING = (
+    *("--enable-custom-logit-processor", "--enable-deterministic-inference", "--grammar-backend", "xgrammar"),
+    *("--reasoning-parser", "qwen3", "--tool-call-parser", "qwen25", "--enable-cache-report"),
+)
 _SEAM = Cluster(
     kind="pdd",
     router="mini-lb",  # the Rust router drops sampling parameters that it does not know

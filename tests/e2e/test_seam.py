@@ -38,7 +38,7 @@ class Feature:
 
 
 def _stop_across(ids: list[int]) -> dict[str, Any]:
-    return {"stop": [f"{WORD[ids[6]]} {WORD[ids[7]]}"]}
+    return {"stop": [WORD[ids[6]][2:] + WORD[ids[7]]]}
 
 
 def _processor() -> dict[str, Any]:
@@ -64,7 +64,7 @@ FEATURES = [
     Feature("stop_token", lambda ids: {"stop_token_ids": [ids[7]]}),
     Feature("stop_string", _stop_across),
     Feature("stop_string_kept", lambda ids: {**_stop_across(ids), "no_stop_trim": True}),
-    Feature("stop_regex", lambda ids: {"stop_regex": [f"{WORD[ids[5]]} .{{2}}{WORD[ids[6]][2:]}"]}),
+    Feature("stop_regex", lambda ids: {"stop_regex": [f"{WORD[ids[5]]}.{{2}}{WORD[ids[6]][2:]}"]}),
     Feature("logit_bias", lambda ids: {"logit_bias": {str(ids[4]): -100.0}}),
     Feature("special_tokens", {"skip_special_tokens": False}),
     Feature("logprobs", fields={"return_logprob": True}),

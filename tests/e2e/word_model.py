@@ -1,4 +1,7 @@
-"""The tiny model with some of its words renamed to what JSON and tags are made of. Its weights do not care."""
+"""The tiny model with some of its words renamed to what JSON and tags are made of. Its weights do not care.
+
+Its text has no blanks between the words, so that JSON stays JSON.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,8 @@ from pathlib import Path
 import tasks
 from cluster import MODEL
 
-PIECES = (*'{}[]":,', *string.digits, *string.ascii_lowercase, "name", "parameters", "<think>", "</think>")
+_TAGS = ("<think>", "</think>", "<tool_call>", "</tool_call>")
+PIECES = (*'{}[]":,_ \n', *string.digits, *string.ascii_lowercase, "name", "arguments", *_TAGS)
 RENAMED = dict(zip(tasks.WORDS[-len(PIECES) :], PIECES, strict=True))
 
 
@@ -21,6 +25,7 @@ def make(folder: Path) -> Path:
     tokenizer = json.loads(path.read_text())
     vocabulary = tokenizer["model"]["vocab"]
     tokenizer["model"]["vocab"] = {RENAMED.get(word, word): index for word, index in vocabulary.items()}
+    tokenizer["decoder"] = {"type": "Fuse"}
     path.write_text(json.dumps(tokenizer))
     return folder
 
