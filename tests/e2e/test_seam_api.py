@@ -30,6 +30,7 @@ TOOL = {
     "type": "function",
     "function": {
         "name": "yz",
+        "strict": True,
         "parameters": {"type": "object", "properties": {"a": {"enum": ["x", "yz"]}}, "required": ["a"]},
     },
 }
@@ -37,7 +38,7 @@ CHATS: dict[str, Mapping[str, Any]] = {
     "plain": {},
     "logprobs": {"logprobs": True, "top_logprobs": 2, **NO_THINKING},
     "regex_after_reasoning": {"regex": "([a-z]{4}){6}", **THINK_FIRST},
-    "tool_call": {"tools": [TOOL], "tool_choice": "required", "max_tokens": 60, **THINK_FIRST},
+    "tool_call": {"tools": [TOOL], "tool_choice": "required", "max_tokens": 60, **NO_THINKING},
     "stop": {"stop": ["."], **NO_THINKING},
 }
 _seeds = itertools.count(30_000)
@@ -60,7 +61,7 @@ def test_chat(served: Served, name: str) -> None:
     body = {"model": "default", "messages": messages, "temperature": 0, "max_tokens": 20, **CHATS[name]}
     expected = _post(served.reference.single.url, body, "/v1/chat/completions")
     if name == "tool_call":
-        assert json.loads(_choice(expected)["message"]["tool_calls"][0]["function"]["arguments"])["a"] in ("x", "yz")
+        assert _choice(expected)["message"].get("tool_calls"), expected
     tokens = expected["usage"]["completion_tokens"]
     rids = [forced_rid(place) for place in sorted({1, 2, 3, 5, tokens // 2, tokens - 2, tokens - 1})]
 
