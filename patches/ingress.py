@@ -10,6 +10,7 @@ import json
 import logging
 import os
 import secrets
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -88,7 +89,7 @@ class Seam:
 
     # --- what all roles share ---
 
-    def connect(self, machine: Machine, *, listen: bool, capacity: int = 0) -> None:
+    def connect(self, machine: Machine, *, listen: bool, capacity: Callable[[], int] = lambda: 0) -> None:
         """Rank 0: make the node, and let its sockets wake an idle scheduler."""
         config = self.config
         endpoint = Endpoint(self.node_id, self._known_keys, self.counters)
@@ -104,7 +105,7 @@ class Seam:
                 self._engine_sessions,
                 self._fingerprint,
                 self._public_key,
-                capacity,
+                capacity(),
                 self.relays(),
             )
 
@@ -149,6 +150,7 @@ class Seam:
             },
             "counters": self.counters.snapshot(),
             "hook_failures": dict(guard.failures),
+            "hook_seconds": dict(guard.seconds),
         }
 
 

@@ -28,7 +28,7 @@ from sglang.srt.runtime_context import get_parallel
 from sglang_pdd.actions import AnswerEarly, Command, DropRelay, OpenRelay
 from sglang_pdd.config import PddConfig
 from sglang_pdd.patches import ingress, mooncake
-from sglang_pdd.patches.bootstrap import Drain
+from sglang_pdd.patches.drain import Drain
 from sglang_pdd.patches.logprobs import output_logprobs
 from sglang_pdd.patches.sampling import obstacle, request_of
 from sglang_pdd.prefill import Job, Prefill

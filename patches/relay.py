@@ -15,6 +15,7 @@ from sglang.srt.managers.schedule_batch import FINISH_ABORT
 from sglang_pdd.actions import Command, StartDecode, StopDecode
 from sglang_pdd.config import PddConfig
 from sglang_pdd.patches import ingress
+from sglang_pdd.patches.drain import Drain
 from sglang_pdd.patches.logprobs import output_logprobs
 from sglang_pdd.patches.sampling import sampling_from_wire
 from sglang_pdd.protocol import Chunk
@@ -28,9 +29,11 @@ class RelaySeam(ingress.Seam):
         super().__init__(scheduler, config)
         self._rooms: dict[str, int] = {}  # rid -> relay room
         capacity = min(config.max_relays or DEFAULT_RELAYS, scheduler.max_running_requests)
-        self.machine = Relay(self.counters, capacity, scheduler.max_total_num_tokens, self.trusted)
+        self._drain = Drain.open()
+        pool = scheduler.max_total_num_tokens
+        self.machine = Relay(self.counters, capacity, pool, self.trusted, self._draining)
         if self.rank == 0:
-            self.connect(self.machine, listen=False, capacity=capacity)
+            self.connect(self.machine, listen=False, capacity=lambda: self.machine.capacity)
 
     @property
     def kv_manager(self) -> Any:
@@ -41,6 +44,14 @@ class RelaySeam(ingress.Seam):
 
     def relays(self) -> int:
         return len(self.machine)
+
+    def _draining(self) -> bool:
+        return self._drain is not None and self._drain.begun
+
+    def _count(self) -> None:
+        """Tell the launcher how many relays it must wait for when it is to end."""
+        if self._drain is not None:
+            self._drain.set(len(self._rooms), self.rank)
 
     def run(self, command: Command) -> None:
         if isinstance(command, StartDecode):
@@ -64,6 +75,7 @@ class RelaySeam(ingress.Seam):
             return
         rid = relay_rid(command.relay_room)
         self._rooms[rid] = command.relay_room
+        self._count()
         self.timeline.event("relay_start", command.relay_room, prompt_tokens=len(request.prompt))
         self.scheduler.handle_generate_request(
             TokenizedGenerateReqInput(
@@ -115,6 +127,7 @@ class RelaySeam(ingress.Seam):
         relay_room = self._rooms.pop(rid, None)
         if relay_room is None:
             return False
+        self._count()
         self.do(self.machine.ended(relay_room))
         return True
 

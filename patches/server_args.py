@@ -15,7 +15,7 @@ from sglang_pdd.config import DEFAULT_HOST, FLAGS, ConfigError, PddConfig
 from sglang_pdd.config import add_flags as add_pdd_flags
 from sglang_pdd.keys import Keys, KeysError
 from sglang_pdd.patches import guard
-from sglang_pdd.patches.bootstrap import Drain
+from sglang_pdd.patches.drain import Drain
 
 # Set by the launcher once it has checked the configuration; a scheduler without it was started past our checks.
 CHECKED = "PDD_CHECKED"
@@ -99,7 +99,7 @@ def take_flags(_: type, args: argparse.Namespace) -> None:
         return
     os.environ.update(config.to_env())
     os.environ[CHECKED] = "1"
-    if config.role == "prefill":
+    if config.role in ("prefill", "relay"):
         Drain.create()
     guard.install(config.role or "pace", "launcher")
     guard.apply_now()

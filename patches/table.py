@@ -171,7 +171,7 @@ ENTRIES: tuple[Entry, ...] = (
         "has a default of the CPU platform's", process="launcher", kind="field",
     ),
 
-    # --- P: discovery and drain: bootstrap.py
+    # --- P: discovery: bootstrap.py; P, RLD: drain.py
     _hook(
         BOOTSTRAP_SERVER, "_setup_routes",
         "(self)",
@@ -185,12 +185,12 @@ ENTRIES: tuple[Entry, ...] = (
     _hook(
         TOKENIZER_MANAGER, "sigterm_watchdog",
         "(self)",
-        "around", "bootstrap:finish_copies", "holds back the shutdown while KV copies are in flight", roles=("prefill",), process="launcher",
+        "around", "drain:finish_work", "holds back the shutdown while KV copies or relays are in flight", roles=("prefill", "relay"), process="launcher",
     ),
     *_uses(
         TOKENIZER_MANAGER,
         "gracefully_exit rid_to_state server_status",
-        "read while holding back the shutdown", roles=("prefill",), process="launcher",
+        "read while holding back the shutdown", roles=("prefill", "relay"), process="launcher",
     ),
     *_uses(
         "sglang.srt.managers.tokenizer_manager.ServerStatus",

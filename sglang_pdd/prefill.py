@@ -23,7 +23,7 @@ from sglang_pdd.protocol import (
 )
 
 PEER_TIMEOUT = 10.0  # seconds without a Hello
-REFUSALS = ("full", "share", "memory", "key", "prompt")  # the first words of what a relay answers
+REFUSALS = ("drain", "full", "share", "memory", "key", "prompt")  # the first words of what a relay answers
 _STRIDE = 0x9E3779B97F4A7C15  # odd, so that rooms map to relay rooms one to one
 _OFFSET = 0x5851F42D4C957F2D
 
