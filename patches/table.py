@@ -171,6 +171,17 @@ ENTRIES: tuple[Entry, ...] = (
         "has a default of the CPU platform's", process="launcher", kind="field",
     ),
 
+    # --- Requests that would end a stock server: samples.py
+    _hook(
+        "sglang.srt.managers.io_struct.GenerateReqInput", "normalize_batch_and_arguments",
+        "(self)",
+        "after", "samples:refuse", "n > 1 is refused, since stock schedulers die of it", roles=("prefill", "main"), process="launcher",
+    ),
+    *_uses(
+        "sglang.srt.managers.io_struct.GenerateReqInput", "parallel_sample_num bootstrap_room",
+        "how many samples, in which rooms", roles=("prefill", "main"), process="launcher",
+    ),
+
     # --- P: discovery: bootstrap.py; P, RLD: drain.py
     _hook(
         BOOTSTRAP_SERVER, "_setup_routes",

@@ -44,7 +44,15 @@ _SEAM = Cluster(
     },
 )
 SEAM = {"seam": _SEAM}
-WITH_FORCE = ("seam", "full-seam-sync")
+FULL_SEAM = {"full-seam-sync": replace(_SEAM, overlap=False, page_size=16)}
+NUMERICS = {  # MD's kernels are others than P's and RLD's
+    "triton": replace(
+        _SEAM,
+        flags={**_SEAM.flags, "main": (*_SEAM.flags["main"], "--attention-backend", "triton")},
+        env={"main": {"TRITON_INTERPRET": "1"}},
+    )
+}
+WITH_FORCE = (*SEAM, *NUMERICS, *FULL_SEAM)
 WITH_FLIP = ("faults",)
 WITH_KEYS = ("faults",)
 
@@ -59,6 +67,17 @@ def _product() -> dict[str, Cluster]:
     return clusters
 
 
-CLUSTERS = {**USUAL, **FAULTS, **SEAM, **_product(), "full-seam-sync": replace(_SEAM, overlap=False, page_size=16)}
+_HETERO = replace(USUAL["tp2"], tp=1)
+HETERO = {
+    "hetero": replace(_HETERO, tps={"main": 2}),
+    "full-hetero-p2": replace(_HETERO, tps={"prefill": 2}),
+    "full-hetero-rld2": replace(_HETERO, tps={"relay": 2}),
+    "full-hetero-p2-rld2": replace(_HETERO, tps={"prefill": 2, "relay": 2}),
+    "full-hetero-p2-md2": replace(_HETERO, tps={"prefill": 2, "main": 2}),
+    "full-hetero-rld2-md2": replace(_HETERO, tps={"relay": 2, "main": 2}),
+}
+PAGE64 = {"full-page64": replace(USUAL["page1"], page_size=64)}
+MANY = {"many": Cluster(kind="pdd", prefills=2, relays=2, mains=2, page_size=16, wan_rate_limit=RATE)}
+CLUSTERS = {**USUAL, **FAULTS, **SEAM, **NUMERICS, **HETERO, **MANY, **_product(), **PAGE64, **FULL_SEAM}
 DEFAULT = tuple(USUAL)
-LAYOUTS = (*USUAL, *_product())  # for tests that meet the layout at every step
+LAYOUTS = (*USUAL, *HETERO, *_product(), *PAGE64)  # for tests that meet the layout at every step
