@@ -39,6 +39,7 @@ class _Session:
     load: int = 0  # percent of its relays that RLD has in use
     mode: str = "stock"  # how it is taken over
     step: int = 0  # tokens that one extend pass may recompute
+    left: int | None = None  # tokens that its last pass has left over
 
     @property
     def gone(self) -> bool:
@@ -47,6 +48,17 @@ class _Session:
             self.transfer is not None
             and (self.transfer.kv_receiver is None or self.transfer.kv_receiver.conclude_state == KVPoll.Failed)
         )
+
+    @property
+    def rest(self) -> int:
+        """Tokens whose KV is missing."""
+        return len(self.req.origin_input_ids) + len(self.req.output_ids) - self.req.kv.kv_committed_len
+
+    def aim(self) -> None:
+        """A relay that makes tokens half as fast as passes recompute them is caught too slowly: take larger steps."""
+        if self.left is not None and self.rest - self.left > self.step // 2:
+            self.step = min(MAX_PASS, 2 * self.step)
+        self.left = None
 
 
 class MainSeam(ingress.Seam):
@@ -236,6 +248,9 @@ class MainSeam(ingress.Seam):
         # After a pass that the running batch sat out it is the running batch's turn.
         turn = running_batch.is_empty() or not self._sat_out
         self._sat_out = False
+        if turn:
+            for session in queue:
+                session.aim()
         if turn and (parts := extend.plan(scheduler, running_batch, queue)):
             return self._extend(scheduler, running_batch, parts)
         if turn and queue and self._stuck(running_batch, queue):
@@ -256,6 +271,8 @@ class MainSeam(ingress.Seam):
                 self._close(part.req.bootstrap_room, "landed")
             else:
                 self._middle = part.req
+                session = self._sessions[part.req.bootstrap_room]
+                session.left = session.rest
         if extend.mix(scheduler, batch, running_batch):
             running_batch = ScheduleBatch(reqs=[], batch_is_full=running_batch.batch_is_full)
             self.counters.inc("handoff.passes", kind="mixed")

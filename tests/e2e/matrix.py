@@ -15,7 +15,14 @@ COLD_TOKENS, ANSWER_TOKENS = 3000, 960
 
 USUAL = {
     "page1": Cluster(kind="pdd", page_size=1, overlap=True, router="rust", wan_rate_limit=RATE),
-    "page16": Cluster(kind="pdd", page_size=16, overlap=False, router="mini-lb", wan_rate_limit=RATE),
+    "page16": Cluster(
+        kind="pdd",
+        page_size=16,
+        overlap=False,
+        router="mini-lb",
+        wan_rate_limit=RATE,
+        flags={"main": ("--pdd-handoff", "one-shot")},
+    ),
     "tp2": Cluster(kind="pdd", page_size=16, overlap=True, router="rust", tp=2, wan_rate_limit=SLOW_RATE),
 }
 FAULTS = {
@@ -62,7 +69,7 @@ def _product() -> dict[str, Cluster]:
     for page, overlap, router, tp in product((1, 16), (True, False), ("rust", "mini-lb"), (1, 2)):
         rate = RATE if tp == 1 else SLOW_RATE
         spec = Cluster(kind="pdd", page_size=page, overlap=overlap, router=router, tp=tp, wan_rate_limit=rate)
-        if spec not in USUAL.values():
+        if spec not in (replace(usual, flags={}) for usual in USUAL.values()):
             clusters[f"full-page{page}-{'overlap' if overlap else 'sync'}-{router}-tp{tp}"] = spec
     return clusters
 
