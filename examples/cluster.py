@@ -39,6 +39,10 @@ CPU_ENV = {
     "OMP_NUM_THREADS": "1",
     "MC_FORCE_TCP": "1",
     "MOONCAKE_PROTOCOL": "tcp",
+    # Between unequal tensor-parallel sizes SGLang sends a block a token; by default Mooncake refuses so many at once.
+    "MC_TCP_MAX_QUEUED_TRANSFERS_PER_PEER": "65535",
+    "MC_TCP_MAX_PENDING_ADMISSIONS_PER_PEER": "65535",
+    "MC_TCP_ADMISSION_TIMEOUT_MS": "600000",
     "SGLANG_DISAGG_PREFILL_EARLY_SEND_CACHED_PREFIX": "0",
     "TOKENIZERS_PARALLELISM": "false",
     "HF_HUB_OFFLINE": "1",
