@@ -50,7 +50,7 @@ def _cold(prompt_tokens: int = PROMPT_TOKENS, answer_tokens: int = ANSWER_TOKENS
 def _choice(reply: Any) -> Any:
     choice = reply["choices"][0]
     for call in choice.get("message", {}).get("tool_calls") or ():
-        call.pop("id")
+        call.pop("id", None)
     return choice
 
 
