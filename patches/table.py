@@ -324,9 +324,9 @@ ENTRIES: tuple[Entry, ...] = (
         "around", "mooncake:add_transfer_request", "a lane for each destination", roles=SENDERS,
     ),
     _hook(
-        MOONCAKE, "_transfer_data",
-        "(self, mooncake_session_id, transfer_blocks)",
-        "around", "mooncake:transfer_data", "pacing and cancellation", roles=SENDERS,
+        "sglang.srt.distributed.device_communicators.mooncake_transfer_engine.MooncakeTransferEngine", "batch_transfer_sync",
+        "(self, session_id, buffers, peer_buffer_addresses, lengths)",
+        "around", "mooncake:batch_transfer", "pacing and cancellation", roles=SENDERS,
     ),
     _calls(
         MOONCAKE, "transfer_worker",

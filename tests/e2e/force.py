@@ -66,7 +66,7 @@ def register():
     HookRegistry.register("sglang_pdd.patches.mooncake.Lanes.transfer", transfer, HookType.AROUND)
 
 
-def transfer(original, lanes, send, manager, session, blocks):
+def transfer(original, lanes, send, session, blocks):
     from sglang_pdd.patches import ingress
 
     lane = lanes._by_session.get(session)
@@ -74,7 +74,7 @@ def transfer(original, lanes, send, manager, session, blocks):
         end = time.monotonic() + 30
         while any(r.room == lane.in_hand.room for r in list(ingress.seam._relays.values())) and time.monotonic() < end:
             time.sleep(0.002)
-    return original(lanes, send, manager, session, blocks)
+    return original(lanes, send, session, blocks)
 """
 
 _SEEDS = """

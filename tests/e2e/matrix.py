@@ -81,7 +81,7 @@ def _product() -> dict[str, Cluster]:
     return clusters
 
 
-_HETERO = replace(USUAL["tp2"], tp=1)
+_HETERO = replace(USUAL["tp2"], tp=1, wan_rate_limit=RATE)
 HETERO = {
     "hetero": replace(_HETERO, tps={"main": 2}),
     "full-hetero-p2": replace(_HETERO, tps={"prefill": 2}),
@@ -91,7 +91,10 @@ HETERO = {
     "full-hetero-rld2-md2": replace(_HETERO, tps={"relay": 2, "main": 2}),
 }
 PAGE64 = {"full-page64": replace(USUAL["page1"], page_size=64)}
-MANY = {"many": Cluster(kind="pdd", prefills=2, relays=2, mains=2, page_size=16, wan_rate_limit=RATE)}
+MANY = {
+    "many": Cluster(kind="pdd", prefills=2, relays=2, page_size=16, wan_rate_limit=RATE),
+    "full-mains": Cluster(kind="pdd", mains=2, page_size=16, wan_rate_limit=RATE),
+}
 CLUSTERS = {
     **{**USUAL, **FAULTS, **SEAM, **NUMERICS, **TIGHT, **HETERO, **MANY},
     **{**_product(), **PAGE64, **FULL_SEAM},

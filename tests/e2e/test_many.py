@@ -32,13 +32,19 @@ def _opened(served: Served, which: int) -> float:
     return float(state["counters"].get("relay.opened", 0))
 
 
-def test_everybody_serves_everybody(served: Served) -> None:
+def test_several_prefills_share_several_relays(served: Served) -> None:
     before = [_opened(served, i) for i in range(2)]
     _ask_all(served, [_cold(2000, 300) for _ in range(8)])
     assert all(_opened(served, i) > before[i] for i in range(2)), "the least loaded relay was not chosen"
-    for server in (*served.cluster.prefills, *served.cluster.mains):
-        counters = served.cluster.state(server)["counters"]
-        assert counters.get("requests{pipeline=P-RLD-MD}") or counters.get("tokens.emitted{source=RLD}"), server.name
+    for server in served.cluster.prefills:
+        assert served.cluster.state(server)["counters"].get("requests{pipeline=P-RLD-MD}"), server.name
+
+
+@pytest.mark.on("full-mains")
+def test_several_mains_share_a_relay(served: Served) -> None:
+    _ask_all(served, [_cold(2000, 300) for _ in range(8)])
+    for server in served.cluster.mains:
+        assert served.cluster.state(server)["counters"].get("tokens.emitted{source=RLD}"), server.name
 
 
 def test_a_relay_drains(served: Served) -> None:
@@ -66,13 +72,12 @@ def test_the_others_go_on_without_it(served: Served) -> None:
     assert _opened_of_the_living(served) > before
 
 
-def test_a_relay_is_added_and_one_comes_back(served: Served) -> None:
-    served.cluster.add_relay()
-    served.log_offsets[served.cluster.relays[-1].name] = served.cluster.relays[-1].log.stat().st_size
-    served.restart(served.cluster.relays[0])
-    before = [_opened(served, i) for i in range(3)]
-    _ask_all(served, [_cold(2000, 300) for _ in range(9)])
-    assert all(_opened(served, i) > before[i] for i in range(3))
+def test_a_relay_is_added(served: Served) -> None:
+    new = served.cluster.add_relay()
+    served.log_offsets[new.name] = new.log.stat().st_size
+    before = [_opened(served, i) for i in (1, 2)]
+    _ask_all(served, [_cold(2000, 300) for _ in range(6)])
+    assert all(_opened(served, i) > before[i - 1] for i in (1, 2))
 
 
 def _opened_of_the_living(served: Served) -> float:
