@@ -81,6 +81,7 @@ def _product() -> dict[str, Cluster]:
     return clusters
 
 
+# SGLang sends a block of 256 bytes a token and layer then, and Mooncake over TCP takes its time for each.
 _HETERO = replace(USUAL["tp2"], tp=1, wan_rate_limit=RATE)
 HETERO = {
     "hetero": replace(_HETERO, tps={"main": 2}),
@@ -101,4 +102,4 @@ CLUSTERS = {
 }
 DEFAULT = tuple(USUAL)
 # For tests that meet the layout at every step.
-LAYOUTS = (*USUAL, *(name for name in HETERO if name != "hetero"), *_product(), *PAGE64)
+LAYOUTS = (*USUAL, *_product(), *PAGE64)

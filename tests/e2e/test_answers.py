@@ -45,7 +45,7 @@ def assert_direct(served: Served, answer: Answer) -> None:
     assert made["P"] == 1, made
 
 
-@pytest.mark.on(*LAYOUTS, "hetero")
+@pytest.mark.on(*LAYOUTS)
 @pytest.mark.parametrize("stream", [True, False], ids=["stream", "whole"])
 def test_cold_prompt_is_relayed(served: Served, stream: bool) -> None:
     task = cold()
