@@ -30,7 +30,7 @@ QUIET_S = 0.5  # between the last of the others starting and the request that is
 RATE_FLAG = "--pdd-wan-rate-limit"
 FIRST_RATE = "10mbit"
 TUNE_ATTEMPTS = 4
-TUNE_TOLERANCE = 1.5
+TUNE_TOLERANCE = 1.7
 
 Say = Callable[[str], None]
 Event = Mapping[str, Any]
@@ -127,12 +127,15 @@ def _set_rate(running: Running, rate: str, say: Say) -> str:
     """Start prefill again, with this WAN limit, if it has another."""
     if _rate(running) != rate:
         say(f"starting prefill again, with a WAN of {rate}")
-        prefill = running.prefills[0]
-        prefill.terminate()
-        prefill.reap()
+        prefill, router = running.prefills[0], running.router
+        assert router is not None
+        for server in (router, prefill):  # the router would think prefill dead for up to a minute
+            server.terminate()
+            server.reap()
         place = prefill.command.index(RATE_FLAG) + 1
         prefill.command = [*prefill.command[:place], rate, *prefill.command[place + 1 :]]
         running.restart(prefill)
+        running.restart(router)
     return rate
 
 

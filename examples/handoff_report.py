@@ -8,16 +8,15 @@ from pathlib import Path
 from typing import Any
 
 from handoff_gap import NONE, find_handoff, summarise
-from samples import Summary, summary
+from samples import Summary, percentile, summary
 
 Data = Mapping[str, Any]
 Row = Mapping[str, Any]
 
 LINKS = {"idle": "idle", "paced": "bulk, paced", "saturated": "bulk, unpaced"}
 COLOURS = {"idle": "#27ae60", "paced": "#e67e22", "saturated": "#c0392b"}
-MODES = {NONE: "no handoff (P-MD)"}
 MODE_COLOURS = {NONE: "#7f8c8d", "one-shot": "#c0392b", "catch-up": "#1f77b4", "auto": "#8e44ad"}
-REPORT = (
+REPORT: tuple[tuple[str, ...], ...] = (
     ("KV, 4649 KB", "185", "512.6", "-"),
     ("ids, 1.5 KB, and the recompute", "305", "321.4", "4.8"),
 )
@@ -41,8 +40,8 @@ def text(data: Data) -> str:
 def _where(data: Data) -> str:
     return (
         f"sglang-pdd {data['version']}, {data['cores']} cores without a GPU, load average before it "
-        f"{data['load_before']}, {data['seconds'] / 60:.0f} minutes. Figures of one run on one machine: run it yourself "
-        "for yours."
+        f"{data['load_before']}, {data['seconds'] / 60:.0f} minutes. Figures of one run on one machine: run it "
+        "yourself for yours."
     )
 
 
@@ -70,9 +69,9 @@ def _text_a(data: Data) -> list[str]:
         f"## A: what crosses the WAN for {setting['tokens']} tokens",
         "",
         f"Emulated link, {setting['rate_mbps']:g} Mbit/s, {setting['rtt_ms']:g} ms RTT, queue {setting['queue_kb']:g} "
-        f"KB; {setting['repeat']} transfers of each kind, one at a time. Bulk: {setting['streams']} TCP streams the same "
-        "way, paced to 90 % of the link or unpaced. Time: from the start at the sender until the receiver has it (KV: "
-        "until the sender's status message is there, as in SGLang; the content of each transfer was checked).",
+        f"KB; {setting['repeat']} transfers of each kind, one at a time. Bulk: {setting['streams']} TCP streams the "
+        "same way, paced to 90 % of the link or unpaced. Time: from the start at the sender until the receiver has it "
+        "(KV: until the sender's status message is there, as in SGLang; the content of each transfer was checked).",
         "",
         f"- KV by Mooncake over TCP, pages of {own['page']} tokens, only whole pages, from DRAM to DRAM. *Fresh pool*: "
         "neighbouring pages, one block for each layer's K and V, the best case. *Used pool*: pages in random places, a "
@@ -105,13 +104,14 @@ def _text_a(data: Data) -> list[str]:
             if row["kind"] == "ids" and row["tokens"] > 1 and row["ms"]:
                 both = summary([ms + extra for ms, extra in product(row["ms"], passes)])
                 what = f"{row['tokens']} token ids + recompute"
-                rows.append([LINKS[row["link"]], what, "tiny", size(row["sent_bytes"]), *["-"] * 3, *_statistics(both)])
+                sizes = [size(row["sent_bytes"]), "-", "-", "-"]
+                rows.append([LINKS[row["link"]], what, "tiny", *sizes, *_statistics(both)])
     lines += markdown(header, rows)
     lost = [f"{row['case']} ({LINKS[row['link']]}): {row['failed']}" for row in part["rows"] if row["failed"]]
     lost += [
         f"{row['case']} ({LINKS[row['link']]}): {row['damaged']} damaged" for row in part["rows"] if row["damaged"]
     ]
-    lines += ["", f"Failed: {', '.join(lost) or 'none'}."]
+    lines += ["", f"{_link_use(part['rows'])} Failed: {', '.join(lost) or 'none'}."]
     if passes:
         lines.append(
             "Recompute: the extend passes of part B's one-shot handoffs beside the fewest others, on one CPU core with "
@@ -119,6 +119,14 @@ def _text_a(data: Data) -> list[str]:
         )
     lines += ["", "The technical report, on its own model and link:", ""]
     return lines + markdown(["what", "mean ms", "worst", "sd"], REPORT)
+
+
+def _link_use(rows: Sequence[Row]) -> str:
+    """How busy the links were, and whether the emulator could keep up."""
+    used = {link: [row["link_mbps"] for row in rows if row["link"] == link] for link in LINKS if link != "idle"}
+    busy = [f"{LINKS[link]} {percentile(values, 50):.0f} Mbit/s" for link, values in used.items() if values]
+    late = max(row["emulator_late_ms"] for row in rows)
+    return f"Link use: {', '.join(busy) or 'idle'}. No packet left the emulator more than {late:.1f} ms late."
 
 
 def _statistics(s: Summary) -> list[str]:
@@ -169,6 +177,11 @@ def _text_b(part: Data) -> list[str]:
     ]
 
 
+def mode_name(mode: str) -> str:
+    """As the tables call it."""
+    return "no handoff (P-MD)" if mode == NONE else mode
+
+
 def _row_b(line: Row, rows: Sequence[Row]) -> list[str]:
     def number(name: str, form: str = ".0f") -> str:
         value = line.get(name)
@@ -177,7 +190,7 @@ def _row_b(line: Row, rows: Sequence[Row]) -> list[str]:
     rates = {row["wan_rate"] for row in rows if (row["mode"], row["others"]) == (line["mode"], line["others"])}
     return [
         str(line["others"]),
-        MODES.get(line["mode"], line["mode"]),
+        mode_name(line["mode"]),
         number("relayed"),
         number("passes", "g"),
         milliseconds(line.get("handoff")),
@@ -233,7 +246,7 @@ def _draw_a(axes: Any, part: Data) -> None:
     for row in part["rows"]:
         if not row["ms"]:
             continue
-        place = names.index((row["case"], row["model"], row["kind"]))
+        place: float = names.index((row["case"], row["model"], row["kind"]))
         place += (links.index(row["link"]) - (len(links) - 1) / 2) * 0.24
         found, colour = summary(row["ms"]), COLOURS[row["link"]]
         axes.plot([min(row["ms"]), found.worst], [place, place], color=colour, lw=2)
@@ -270,7 +283,7 @@ def _draw_b(axes: Any, part: Data) -> None:
             axes.plot([x] * len(values), values, ".", color="black", ms=4)
             axes.text(x, max(values), f"{milliseconds(line[name])}", ha="center", va="bottom", fontsize=8)
     for mode in modes:
-        axes.bar([], [], color=MODE_COLOURS.get(mode, "black"), label=MODES.get(mode, mode))
+        axes.bar([], [], color=MODE_COLOURS.get(mode, "black"), label=mode_name(mode))
     axes.bar([], [], edgecolor="black", **_HATCHED, label="hatched: the worst-off of the others")
     axes.set_xticks(range(len(loads)), [f"{count} other{'s' * (count != 1)}" for count in loads])
     axes.set_ylabel("longest gap around the handoff, ms (dots: each repetition)")

@@ -13,10 +13,11 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from samples import percentile
 from wan import Side, Wan, ip_bytes
 
 from sglang_pdd import keys
@@ -222,7 +223,7 @@ def measure(setting: WanSetting, todo: Sequence[Case], say: Say) -> list[dict[st
         rows = []
         for link in setting.links:
             with _bulk(wan, link, setting, folder, say):
-                rows += [{"link": link, **_measure_case(wan, case, setting, folder, say, link)} for case in todo]
+                rows += [_measure_case(wan, case, link, setting, folder, say) for case in todo]
         return rows
 
 
@@ -249,38 +250,56 @@ def _bulk(wan: Wan, link: LinkState, setting: WanSetting, folder: Path, say: Say
         sink.end()
 
 
-def _measure_case(wan: Wan, case: Case, setting: WanSetting, folder: Path, say: Say, link: str) -> dict[str, Any]:
+@dataclass(frozen=True)
+class _Plan:
+    """The two processes of a case: roles of `handoff_peer.py` and what they are told."""
+
+    facts: Mapping[str, Any]
+    """For the row."""
+    receiver: str
+    place: str
+    """A field of what the receiver says of where it listens."""
+    sender: str
+    near: Mapping[str, Any]
+    far: Mapping[str, Any]
+    env: Mapping[str, str] = field(default_factory=dict)
+
+
+def _plan_ids(case: Case, folder: Path) -> _Plan:
+    room = (1 << 63) - 1  # rooms are random 63-bit numbers
+    size = len(encode(Tokens((Chunk(room, 0, tuple(range(case.tokens))),), load=1)))
+    facts = {"kind": "ids", "model": "PDD", "content_bytes": size, "sent_bytes": size, "blocks": 1}
+    near = {"tokens": case.tokens, "keys": str(folder / "keys" / "rld")}
+    far = {"keys": str(folder / "keys" / "md")}
+    return _Plan(facts, "ids-receive", "endpoint", "ids-send", near, far)
+
+
+def _plan_kv(case: Case, shape: Geometry) -> _Plan:
+    count = shape.pages(case.tokens)
+    sources, targets = pick_pages(case.layout, count, random.Random(1))
+    todo = blocks(sources, targets, shape.regions, shape.page_bytes)
+    facts = {
+        "kind": "kv",
+        "model": shape.name,
+        "content_bytes": case.tokens * shape.bytes_per_token,
+        "sent_bytes": sum(length for *_, length in todo),
+        "blocks": len(todo),
+        "lanes": case.lanes,
+    }
+    pool = {"regions": shape.regions, "pool_pages": count * POOL_TO_PAGES, "page_bytes": shape.page_bytes}
+    near: dict[str, Any] = {**pool, "blocks": todo}
+    far: dict[str, Any] = {**pool, "target_pages": targets}
+    return _Plan(facts, "kv-receive", "session", "kv-send", near, far, mooncake_environment(case.lanes))
+
+
+def _measure_case(wan: Wan, case: Case, link: LinkState, setting: WanSetting, folder: Path, say: Say) -> dict[str, Any]:
+    plan = _plan_ids(case, folder) if case.geometry is None else _plan_kv(case, case.geometry)
+    name = f"{link}: {case.label} ({plan.facts['model']})"
+    receiver = Peer(wan, "b", plan.receiver, plan.far, folder, **plan.env)
     common = {"repeat": setting.repeat, "pause_ms": setting.pause_ms, "seed": 1}
-    where = case.geometry.name if case.geometry else "PDD"
-    name = f"{link}: {case.label} ({where})"
-    if case.geometry is None:
-        room = (1 << 63) - 1  # rooms are random 63-bit numbers
-        size = len(encode(Tokens((Chunk(room, 0, tuple(range(case.tokens))),), load=1)))
-        facts: dict[str, Any] = {"kind": "ids", "content_bytes": size, "sent_bytes": size, "blocks": 1}
-        roles = "ids-receive", "ids-send"
-        near = {**common, "tokens": case.tokens, "keys": str(folder / "keys" / "rld")}
-        far = {"keys": str(folder / "keys" / "md")}
-        env = {}
-    else:
-        shape = case.geometry
-        count = shape.pages(case.tokens)
-        sources, targets = pick_pages(case.layout, count, random.Random(1))
-        todo = blocks(sources, targets, shape.regions, shape.page_bytes)
-        facts = {
-            "kind": "kv",
-            "content_bytes": case.tokens * shape.bytes_per_token,
-            "sent_bytes": sum(length for *_, length in todo),
-            "blocks": len(todo),
-            "lanes": case.lanes,
-        }
-        roles = "kv-receive", "kv-send"
-        pool = {"regions": shape.regions, "pool_pages": count * POOL_TO_PAGES, "page_bytes": shape.page_bytes}
-        near, far = {**common, **pool, "blocks": todo}, {**pool, "target_pages": targets}
-        env = mooncake_environment(case.lanes)
-    receiver = Peer(wan, "b", roles[0], far, folder, **env)
-    sender = Peer(wan, "a", roles[1], near, folder, **env)
+    sender = Peer(wan, "a", plan.sender, {**common, **plan.near}, folder, **plan.env)
     try:
-        sender.tell(receiver.hear("arrived" if False else "session" if facts["kind"] == "kv" else "endpoint"))
+        sender.tell(receiver.hear(plan.place))
         sender.hear("warm")
         wan.reset()
         began = time.monotonic()
@@ -291,11 +310,11 @@ def _measure_case(wan: Wan, case: Case, setting: WanSetting, folder: Path, say: 
     finally:
         sender.end()
         receiver.end()
-    row = {"case": case.label, "model": where, "tokens": case.tokens, **facts, **join(sent, arrived)}
-    row["link_mbps"] = stats["ab"]["bytes"] * 8 / 1e6 / seconds
+    row = {"link": link, "case": case.label, "tokens": case.tokens, **plan.facts, **join(sent, arrived)}
+    row["link_mbps"] = round(stats["ab"]["bytes"] * 8 / 1e6 / seconds, 1)
     row["ip_bytes"] = round(ip_bytes(stats) / len(sent)) if link == "idle" else None
-    row["emulator_late_ms"] = max(stats[d]["late_max_us"] for d in ("ab", "ba")) / 1000
-    result = f"median {sorted(row['ms'])[len(row['ms']) // 2]:.1f} ms" if row["ms"] else "nothing arrived"
+    row["emulator_late_ms"] = max(stats[way]["late_max_us"] for way in ("ab", "ba")) / 1000
+    result = f"median {percentile(row['ms'], 50):.1f} ms" if row["ms"] else "nothing arrived"
     say(f"{name}: {result}, {len(row['ms'])} of {len(sent)}")
     return row
 
