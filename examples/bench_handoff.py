@@ -146,7 +146,7 @@ def part_b(args: argparse.Namespace, say: handoff_gap.Say) -> dict[str, Any]:
     )
     rows = handoff_gap.measure(setting, args.out / "logs", say)
     kept = {**asdict(setting), "model": args.model.name, "margin_ms": args.margin_ms}
-    return {"setting": kept, "rows": rows}
+    return {"setting": kept, "summary": handoff_gap.summarise(rows, args.margin_ms / 1000), "rows": rows}
 
 
 def surroundings(argv: Sequence[str]) -> dict[str, Any]:

@@ -90,31 +90,46 @@ def measure(setting: GapSetting, logs: Path, say: Say) -> list[dict[str, Any]]:
         # Without a handoff the crossing is not looked at: it may be as fast as it goes.
         rate = None if mode == NONE else rates.get(setting.others[0], FIRST_RATE)
         with setting.cluster(mode, rate).launch(logs / mode, say) as running:
-            repetition(running, setting, min(setting.others), seed=0)  # the first requests are slow
+            warm_up(running, setting)
             for others in setting.others:
-                if rate is not None:
-                    known = rates.get(others)
-                    rate = rates[others] = (
-                        _set_rate(running, known, say) if known else _tune(running, setting, others, say)
-                    )
+                if mode != NONE:
+                    rate = rates[others] = _prepare(running, setting, others, rates.get(others), say)
                 for index in range(setting.repeat):
-                    row = repetition(running, setting, others, seed=1 + index)
-                    rows.append({"mode": mode, "others": others, "index": index, "wan_rate": rate, **row})
-                    say(f"{mode}, {others} others, {index + 1}/{setting.repeat}: {_in_short(rows[-1])}")
+                    row = {"mode": mode, "others": others, "index": index, "wan_rate": rate}
+                    row |= _attempt(running, setting, others, index)
+                    rows.append(row)
+                    say(f"{mode}, {others} others, {index + 1}/{setting.repeat}: {_in_short(row)}")
     return rows
 
 
-def _tune(running: Running, setting: GapSetting, others: int, say: Say) -> str:
-    """Find the WAN limit at which about ``eager_tokens`` are relayed beside so many others, and set it."""
+def _attempt(running: Running, setting: GapSetting, others: int, index: int) -> dict[str, Any]:
+    """One repetition; a failure is one of many, and must not cost those before it."""
+    try:
+        return repetition(running, setting, others, seed=1 + index)
+    except StreamError as error:
+        return {"arrivals": [], "crowd": [], "events": [], "error": str(error)}
+
+
+def warm_up(running: Running, setting: GapSetting) -> None:
+    """The first requests are slow."""
+    repetition(running, setting, min(setting.others), seed=0)
+
+
+def _prepare(running: Running, setting: GapSetting, others: int, rate: str | None, say: Say) -> str:
+    """Set the WAN limit; None: find one at which about ``eager_tokens`` are relayed beside so many others."""
+    if rate is not None:
+        _set_rate(running, setting, rate, say)
+        return rate
     bits = kv_bytes_per_token(setting.model) * setting.prompt_tokens * 8
     rate = _rate(running)
     for attempt in range(TUNE_ATTEMPTS):
         row = repetition(running, setting, others, seed=-1 - attempt)
         wanted = better_rate(row["events"], bits, parse_rate(rate) * 8, setting.eager_tokens)
-        say(f"{others} others, WAN {rate}: {_in_short({'mode': '', **row})}; {wanted / 1e6:.2f} Mbit/s would do")
+        say(f"{others} others, WAN {rate}: {_in_short(row)}; {wanted / 1e6:.2f} Mbit/s would do")
         if 1 / TUNE_TOLERANCE < wanted / (parse_rate(rate) * 8) < TUNE_TOLERANCE:
             break
-        rate = _set_rate(running, f"{round(wanted / 1000)}kbit", say)
+        rate = f"{round(wanted / 1000)}kbit"
+        _set_rate(running, setting, rate, say)
     return rate
 
 
@@ -123,24 +138,29 @@ def _rate(running: Running) -> str:
     return command[command.index(RATE_FLAG) + 1]
 
 
-def _set_rate(running: Running, rate: str, say: Say) -> str:
+def _set_rate(running: Running, setting: GapSetting, rate: str, say: Say) -> None:
     """Start prefill again, with this WAN limit, if it has another."""
-    if _rate(running) != rate:
-        say(f"starting prefill again, with a WAN of {rate}")
-        prefill, router = running.prefills[0], running.router
-        assert router is not None
-        for server in (router, prefill):  # the router would think prefill dead for up to a minute
-            server.terminate()
-            server.reap()
-        place = prefill.command.index(RATE_FLAG) + 1
-        prefill.command = [*prefill.command[:place], rate, *prefill.command[place + 1 :]]
-        running.restart(prefill)
-        running.restart(router)
-    return rate
+    if _rate(running) == rate:
+        return
+    say(f"starting prefill again, with a WAN of {rate}")
+    prefill, router = running.prefills[0], running.router
+    assert router is not None
+    for server in (router, prefill):  # the router would think prefill dead for up to a minute
+        server.terminate()
+        server.reap()
+    place = prefill.command.index(RATE_FLAG) + 1
+    prefill.command = [*prefill.command[:place], rate, *prefill.command[place + 1 :]]
+    running.restart(prefill)
+    running.restart(router)
+    warm_up(running, setting)
 
 
 def repetition(running: Running, setting: GapSetting, others: int, seed: int) -> dict[str, Any]:
-    """One request among ``others``. Times are in seconds since it was sent."""
+    """One request among ``others``. Times are in seconds since it was sent.
+
+    Raises:
+        StreamError: it, or one of the others, failed.
+    """
     rid = f"handoff-{others}-{seed}-{time.time_ns()}"
     task = tasks.endless(seed + 1000 * others, setting.prompt_tokens, setting.answer_tokens)
     probe = Stream(rid, task.prompt, setting.answer_tokens)
@@ -151,8 +171,11 @@ def repetition(running: Running, setting: GapSetting, others: int, seed: int) ->
     ]
     asyncio.run(_ask(running, probe, crowd))
     _settle(running)
-    opened = next(e for e in running.events("main") if e["event"] == "opened" and e.get("rid") == rid)
-    events = [e for e in running.events("main") if e.get("room") == opened["room"]]
+    all_events = running.events("main")
+    room = next((e["room"] for e in all_events if e["event"] == "opened" and e.get("rid") == rid), None)
+    if room is None:
+        raise StreamError("main decode knows nothing of this request")
+    events = [e for e in all_events if e.get("room") == room]
 
     def since(found: Sequence[Arrival]) -> list[list[float]]:
         return [[round(at - probe.sent, 5), tokens] for at, tokens in found if at > probe.sent - QUIET_S]
@@ -205,12 +228,13 @@ def _settle(running: Running) -> None:
 
 
 def _in_short(row: Mapping[str, Any]) -> str:
+    if "error" in row:
+        return f"failed: {row['error']}"
     handoff = find_handoff(row["events"])
     if handoff is None:
         why = ", ".join(f"{e['why']} with {e['n']} tokens" for e in row["events"] if e["event"] == "closed")
-        return f"no handoff ({why})" if row["mode"] != NONE else f"{sum(n for _, n in row['arrivals']):.0f} tokens"
-    times = [at for at, _ in row["arrivals"]]
-    worst = worst_gap(times, (handoff.landed, handoff.own)) or 0.0
+        return f"no handoff ({why})"
+    worst = worst_gap((at for at, _ in row["arrivals"]), (handoff.landed, handoff.own)) or 0.0
     return f"{handoff.relayed} tokens at landing, {len(handoff.passes)} pass(es), worst gap {worst * 1000:.0f} ms"
 
 
@@ -254,10 +278,12 @@ def better_rate(events: Sequence[Event], bits: float, rate: float, tokens: int) 
 
 def find_handoff(events: Sequence[Event]) -> Handoff | None:
     """The handoff among one request's events; None if SGLang's ordinary path was taken."""
-    times = {name: next((e for e in events if e["event"] == name), None) for name in ("landed", "own")}
-    landed, own = times["landed"], times["own"]
     passes = tuple((float(e["t"]), int(e["n"])) for e in events if e["event"] == "extend")
-    if landed is None or own is None or not passes:
+    if not passes:
+        return None
+    landed = next((e for e in events if e["event"] == "landed"), None)
+    own = next((e for e in events if e["event"] == "own" and e["t"] >= passes[-1][0]), None)
+    if landed is None or own is None:
         return None
     return Handoff(float(landed["t"]), float(own["t"]), int(landed["n"]), passes)
 

@@ -31,6 +31,7 @@ Setting = Mapping[str, Any]
 SO_MAX_PACING_RATE = 47  # not in Python's socket module
 WARM_UPS = 3
 PATIENCE_S = 30.0
+GIVE_UP = 3  # failures in a row
 
 
 def tell(**fields: Any) -> None:
@@ -189,6 +190,8 @@ def kv_send(setting: Setting) -> None:
         pause(rng, setting)
         sent.append(send(index))
         tell(done=index + 1)
+        if all(entry[-1] != 0 for entry in sent[-GIVE_UP:]) and len(sent) >= GIVE_UP:
+            break  # each takes a time-out
     status.send(b"-1")
     tell(sent=sent)
     status.close()  # lingers until all is out

@@ -161,13 +161,14 @@ def _text_b(part: Data) -> list[str]:
         f"{setting['margin_ms']:g} ms before the landing to {setting['margin_ms']:g} ms after main decode's first own "
         "token; without a handoff, in a window of the same length in the middle of the answer. *Median*: of the "
         "request's own gaps before the landing / after the handoff. *Worst/median*: against the median after. The "
-        "others: the longest gap of any of them in the same window. Medians over "
+        "others: the longest gap of any of them in the same window. *On MD*: between the tokens that its scheduler "
+        "emitted, by its own timeline. Medians over "
         f"{setting['repeat']} repetitions, in brackets the range.",
         "",
         *markdown(
             [
-                *("others", "handoff", "tokens relayed", "passes", "landing to own token ms", "worst gap ms"),
-                *("median gap ms", "worst/median", "worst gap elsewhere ms", "others: worst gap ms"),
+                *("others", "handoff", "tokens relayed", "passes", "landing to own token ms", "worst gap on MD ms"),
+                *("worst gap ms", "median gap ms", "worst/median", "worst gap elsewhere ms", "others: worst gap ms"),
                 *("others: median gap ms", "most tokens at once", "WAN"),
             ],
             [_row_b(line, part["rows"]) for line in lines],
@@ -194,6 +195,7 @@ def _row_b(line: Row, rows: Sequence[Row]) -> list[str]:
         number("relayed"),
         number("passes", "g"),
         milliseconds(line.get("handoff")),
+        milliseconds(line.get("main_worst")),
         _with_range(line.get("worst"), line["worst_all"]),
         f"{milliseconds(line.get('before'))} / {milliseconds(line.get('after'))}",
         number("ratio", ".1f"),

@@ -46,16 +46,19 @@ class Stream:
         """Send it and read the answer to its end. Cancelling hangs up.
 
         Raises:
-            StreamError: the server answered with an error.
+            StreamError: the server answered with an error, or is silent.
         """
         sampling = {"temperature": 0, "max_new_tokens": self.max_new_tokens, "ignore_eos": True}
         body = {"rid": self.rid, "text": self.prompt, "sampling_params": sampling, "stream": True}
         self.sent = time.time()
-        async with client.post(f"{url}/generate", json=body) as response:
-            if response.status != 200:
-                raise StreamError(f"{self.rid}: {response.status}: {(await response.text())[:500]}")
-            async for chunk in response.content.iter_any():
-                self.chunks.append((time.time(), chunk))
+        try:
+            async with client.post(f"{url}/generate", json=body) as response:
+                if response.status != 200:
+                    raise StreamError(f"{self.rid}: {response.status}: {(await response.text())[:500]}")
+                async for chunk in response.content.iter_any():
+                    self.chunks.append((time.time(), chunk))
+        except (aiohttp.ClientError, TimeoutError) as error:
+            raise StreamError(f"{self.rid}: {type(error).__name__} {error}") from None
 
     def arrivals(self) -> list[Arrival]:
         """When tokens came, and how many at once."""

@@ -203,8 +203,8 @@ def test_the_tables_say_what_was_measured() -> None:
     assert "| idle | 100 token ids + recompute | tiny | 419 B | - | - | - | 111 | 110 | 112 | 112 | 1.0 |" in text
     assert "failed | failed" in text and "Failed: KV (bulk, unpaced): 2." in text
     assert "Link use: bulk, unpaced 900 Mbit/s. No packet left the emulator more than 1.0 ms late." in text
-    assert "| 1 | one-shot | 95 | 1 | 100 | 110 | 10.0 / 20.0 | 5.5 | 20.0 | 80.0 | 20.0 | 1 | 6mbit |" in text
-    assert "| 1 | no handoff (P-MD) | - | - | - | 20.0 | - / 20.0 | 1.0 |" in text
+    assert "| 1 | one-shot | 95 | 1 | 100 | 110 | 110 | 10.0 / 20.0 | 5.5 | 20.0 | 80.0 | 20.0 | 1 | 6mbit |" in text
+    assert "| 1 | no handoff (P-MD) | - | - | - | - | 20.0 | - / 20.0 | 1.0 |" in text
     assert "| 16 | one-shot | - | - | - | - |" in text
     assert "left out: one-shot, 16 others: 1 of 1." in text
     assert all(line.startswith("|") for line in text.splitlines() if " | " in line)
