@@ -11,6 +11,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+import requests
 import tasks
 from cluster import Cluster, Running
 from demo import kv_bytes_per_token
@@ -26,7 +27,7 @@ CROWD_MAX_NEW_TOKENS = 6000
 CROWD_POOL_TOKENS = 2048  # of main decode's pool, for each other request
 CROWD_WARM_CHUNKS = 4
 SETTLE_S = 60.0
-QUIET_S = 0.5  # between the last of the others starting and the request that is looked at
+QUIET_S = 1.5  # between the last of the others starting and the request that is looked at
 RATE_FLAG = "--pdd-wan-rate-limit"
 FIRST_RATE = "10mbit"
 TUNE_ATTEMPTS = 4
@@ -106,7 +107,7 @@ def _attempt(running: Running, setting: GapSetting, others: int, index: int) -> 
     """One repetition; a failure is one of many, and must not cost those before it."""
     try:
         return repetition(running, setting, others, seed=1 + index)
-    except StreamError as error:
+    except (StreamError, requests.RequestException) as error:
         return {"arrivals": [], "crowd": [], "events": [], "error": str(error)}
 
 
@@ -169,7 +170,7 @@ def repetition(running: Running, setting: GapSetting, others: int, seed: int) ->
         Stream(f"crowd-{index}-{rid}", tasks.endless(index, CROWD_PROMPT_TOKENS, 100).prompt, CROWD_MAX_NEW_TOKENS)
         for index in range(others)
     ]
-    asyncio.run(_ask(running, probe, crowd))
+    hooks = asyncio.run(_ask(running, probe, crowd))
     _settle(running)
     all_events = running.events("main")
     room = next((e["room"] for e in all_events if e["event"] == "opened" and e.get("rid") == rid), None)
@@ -184,20 +185,27 @@ def repetition(running: Running, setting: GapSetting, others: int, seed: int) ->
         "arrivals": since(probe.arrivals()),
         "crowd": [since(stream.arrivals()) for stream in crowd],
         "events": [{**e, "t": round(e["t"] - probe.sent, 5)} for e in events],
+        "hooks": hooks,
     }
 
 
-async def _ask(running: Running, probe: Stream, crowd: Sequence[Stream]) -> None:
-    """Get the crowd going, send the request that is looked at, and hang up on the crowd."""
+async def _ask(running: Running, probe: Stream, crowd: Sequence[Stream]) -> float:
+    """Get the crowd going, send the request that is looked at, and hang up on the crowd.
+
+    Returns the share of main decode's time that was spent in our hooks while only the crowd decoded.
+    """
     async with session() as client:
         jobs = [asyncio.create_task(stream.run(client, running.url)) for stream in crowd]
         try:
             while not all(len(stream.chunks) >= CROWD_WARM_CHUNKS for stream in crowd) or await _landing(running):
                 _check(jobs)
                 await asyncio.sleep(0.1)
+            before, begin = await _hook_seconds(running), time.perf_counter()
             await asyncio.sleep(QUIET_S)
+            share = (await _hook_seconds(running) - before) / (time.perf_counter() - begin)
             await probe.run(client, running.url)
             _check(jobs)
+            return share
         finally:
             for job in jobs:
                 job.cancel()
@@ -208,6 +216,12 @@ async def _landing(running: Running) -> bool:
     """Whether some request waits for its KV still."""
     state = await asyncio.to_thread(running.state, running.mains[0])
     return bool(state["rooms"])
+
+
+async def _hook_seconds(running: Running) -> float:
+    """Seconds that main decode's scheduler has spent in our hooks, but for the one that answers this question."""
+    state = await asyncio.to_thread(running.state, running.mains[0])
+    return sum(s for path, s in state["hook_seconds"].items() if not path.endswith("get_internal_state"))
 
 
 def _check(jobs: Sequence[asyncio.Task[None]]) -> None:

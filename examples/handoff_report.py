@@ -174,8 +174,22 @@ def _text_b(part: Data) -> list[str]:
             [_row_b(line, part["rows"]) for line in lines],
         ),
         "",
+        _hooks(part["rows"]),
         _failures(lines),
     ]
+
+
+def _hooks(rows: Sequence[Row]) -> str:
+    """How much of main decode's time our hooks take while nothing is relayed."""
+    found = []
+    for others in dict.fromkeys(row["others"] for row in rows):
+        shares = [row["hooks"] * 100 for row in rows if row["others"] == others and "hooks" in row]
+        if shares:
+            found.append(f"{others} others {percentile(shares, 50):.2f} %")
+    return (
+        "Time in our hooks on main decode while the others decode and nothing is relayed, measured inside the process, "
+        f"as a share of the time of its steps: {', '.join(found) or 'not measured'}."
+    )
 
 
 def mode_name(mode: str) -> str:
