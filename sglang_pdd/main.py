@@ -24,6 +24,7 @@ class _Session:
     accepted: list[int] = field(default_factory=list)
     held: dict[int, Chunk] = field(default_factory=dict)
     relay: str | None = None  # the RLD that sends tokens
+    proven: bool = False  # the relay's first token has come, and it was no other than P's
     muted: bool = False  # nothing more is taken from the relay
     complete: bool = False  # the relay has said that nothing more will come
     heard: float = 0.0  # when it last sent something
@@ -51,7 +52,7 @@ class Main:
             load = message.load if prefill is None else None
             return [a for chunk in message.chunks for a in self._chunk(peer, chunk, now, load)]
         if isinstance(message, Ping):
-            return [Send(peer, Pong(tuple(r for r in message.rooms if r not in self._sessions)))]
+            return [Send(peer, Pong(tuple(r for r in message.rooms if not self._wants(r))))]
         return []
 
     def cut(self, room: int, kept: int, why: str) -> list[Action]:
@@ -97,12 +98,17 @@ class Main:
             if prefill:
                 return []
             return self._mute(chunk.room, session, peer, "mismatch")
-        if chunk.start > len(session.accepted):
+        session.proven |= not prefill and chunk.start == 0 and bool(chunk.ids)
+        if chunk.start > len(session.accepted) or not (prefill or session.proven):
             return self._hold(session, chunk)
         actions = self._accept(session, chunk, load)
-        while (held := session.held.pop(len(session.accepted), None)) is not None:
+        while session.proven and (held := session.held.pop(len(session.accepted), None)) is not None:
             actions += self._accept(session, held, 0 if load is None else load)
         return actions
+
+    def _wants(self, room: int) -> bool:
+        session = self._sessions.get(room)
+        return session is not None and not session.muted
 
     def _mute(self, room: int, session: _Session, relay: str, why: str) -> list[Action]:
         session.muted = True

@@ -169,7 +169,7 @@ class Ping:
 @dataclass(frozen=True, slots=True)
 class Pong:
     code: ClassVar[int] = 9
-    closed: tuple[int, ...] = ()  # rooms of the Ping that are over, or were never known
+    closed: tuple[int, ...] = ()  # rooms of the Ping that are over, want no more, or were never known
 
 
 Message = Hello | Welcome | RelayOpen | RelayReply | Tokens | Stop | Abort | Ping | Pong
