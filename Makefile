@@ -30,7 +30,7 @@ test: lint
 	$(MAKE) test-unit test-engine test-e2e
 
 test-unit: venv
-	$(PYTEST) tests/unit --timeout 60
+	$(PYTEST) tests/unit -m "not full" --timeout 60
 
 test-engine: venv
 	$(PYTEST) tests/engine -m "not full"
