@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from itertools import product
+from typing import Any
 
 from cluster import Cluster
 
@@ -36,36 +38,36 @@ FAULTS = {
         },
     )
 }
-_SAMPLING = (
-    *("--enable-custom-logit-processor", "--enable-deterministic-inference", "--grammar-backend", "xgrammar"),
-    *("--reasoning-parser", "qwen3", "--tool-call-parser", "qwen25", "--enable-cache-report"),
+_FEATURES = (
+    *("--enable-custom-logit-processor", "--grammar-backend", "xgrammar", "--enable-cache-report"),
+    *("--reasoning-parser", "qwen3", "--tool-call-parser", "qwen25"),
 )
-_SEAM = Cluster(
-    kind="pdd",
-    router="mini-lb",  # the Rust router drops sampling parameters that it does not know
-    flags={
-        "prefill": ("--pdd-relay-policy", "always", *_SAMPLING),
-        "relay": _SAMPLING,
-        "main": ("--pdd-handoff", "catch-up", "--pdd-handoff-threshold", "4", *_SAMPLING),
-        "single": _SAMPLING,
-    },
-)
-SEAM = {"seam": _SEAM}
-FULL_SEAM = {"full-seam-sync": replace(_SEAM, overlap=False, page_size=16)}
-NUMERICS = {  # MD's kernels are others than P's and RLD's
-    "triton": replace(
-        _SEAM,
-        flags={**_SEAM.flags, "main": (*_SEAM.flags["main"], "--attention-backend", "triton")},
-        env={"main": {"TRITON_INTERPRET": "1"}},
+
+
+def _seam(*main: str, seeds: bool = True, env: Mapping[str, str] | None = None, **more: Any) -> Cluster:
+    """A cluster for the `force` plugins. ``main``: more flags of MD's; ``seeds``: whether sampling seeds count."""
+    common = (*_FEATURES, "--enable-deterministic-inference") if seeds else _FEATURES
+    return Cluster(
+        kind="pdd",
+        router="mini-lb",  # the Rust router drops sampling parameters that it does not know
+        flags={
+            "prefill": ("--pdd-relay-policy", "always", *common),
+            "relay": common,
+            "main": ("--pdd-handoff", "catch-up", "--pdd-handoff-threshold", "4", *common, *main),
+            "single": common,
+        },
+        env={"main": env or {}},
+        **more,
     )
-}
-TIGHT = {  # MD has room for a few requests, and takes one back now and then
-    "tight": replace(
-        _SEAM,
-        flags={**_SEAM.flags, "main": (*_SEAM.flags["main"], "--max-total-tokens", "700")},
-        env={"main": {"SGLANG_TEST_RETRACT": "1", "SGLANG_TEST_RETRACT_INTERVAL": "40"}},
-    )
-}
+
+
+SEAM = {"seam": _seam()}
+FULL_SEAM = {"full-seam-sync": _seam(overlap=False, page_size=16)}
+# MD's kernels are others than P's and RLD's.
+NUMERICS = {"triton": _seam("--attention-backend", "triton", env={"TRITON_INTERPRET": "1"})}
+# MD has room for a few requests, and takes one back now and then.
+RETRACT = {"SGLANG_TEST_RETRACT": "1", "SGLANG_TEST_RETRACT_INTERVAL": "40"}
+TIGHT = {"tight": _seam("--max-total-tokens", "700", seeds=False, env=RETRACT)}
 WITH_FORCE = (*SEAM, *NUMERICS, *TIGHT, *FULL_SEAM)
 WITH_FLIP = ("faults",)
 WITH_KEYS = ("faults",)

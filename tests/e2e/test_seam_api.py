@@ -7,7 +7,6 @@ import random
 import secrets
 import threading
 import time
-from collections import Counter
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -105,34 +104,6 @@ def test_cached_tokens_are_those_of_prefill_and_main(served: Served) -> None:
     served.settle()
     again = _post(served.cluster.url, {**body, "rid": secrets.token_hex(8)})["meta_info"]["cached_tokens"]
     assert fresh < 16 and again >= PROMPT_TOKENS - 16, (fresh, again)
-
-
-def test_temperature_without_a_seed_keeps_the_distribution(served: Served) -> None:
-    """Three tokens of three equally biased words: P's, RLD's and MD's. Both ways must draw from the same 27 triples."""
-    words = [ID[w] for w in tasks.WORDS[100:103]]
-    sampling = {"temperature": 6.0, "max_new_tokens": 3, "logit_bias": {str(w): 100.0 for w in words}}
-    prompts = [_cold(24, 5).prompt for _ in range(20)]
-    counts = []
-    for url, rounds in ((served.reference.single.url, 15), (served.cluster.url, 15)):
-        jobs = [(p, forced_rid(2)) for p in prompts for _ in range(rounds)]
-        with ThreadPoolExecutor(20) as pool:
-            seeded = pool.map(
-                lambda job, url=url: _post(
-                    url, _body(job[0], job[1], {**sampling, "sampling_seed": random.getrandbits(31)}, {})
-                ),
-                jobs,
-            )
-            counts.append(Counter(tuple(answer["output_ids"]) for answer in seeded))
-    assert sum(counts[0].values()) == sum(counts[1].values()) == 300
-    from scipy.stats import chi2_contingency
-
-    cells = [c for c in sorted(set(counts[0]) | set(counts[1])) if counts[0][c] + counts[1][c] >= 6]
-    rest = [sum(n for c, n in count.items() if c not in cells) for count in counts]
-    table = [
-        [count[c] for c in cells] + ([left] if sum(rest) else []) for count, left in zip(counts, rest, strict=True)
-    ]
-    assert len(cells) >= 10, "the test sees too little"
-    assert chi2_contingency(table).pvalue > 1e-6, counts
 
 
 def test_passes_and_modes_are_counted(served: Served) -> None:
