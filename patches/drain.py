@@ -86,6 +86,7 @@ async def finish_work(original: Callable[[Any], Awaitable[None]], manager: Any) 
     drain = Drain.open()
     if drain is not None:
         drain.begin()
+        await asyncio.sleep(_POLL)  # what the schedulers are taking in is not counted yet
     limit = _drain_seconds()
     deadline: float | None = None  # starts when the last HTTP request has ended
     while drain is not None and not _forced() and manager.server_status != ServerStatus.UnHealthy:

@@ -13,6 +13,12 @@ from typing import Any, Protocol
 import torch
 from sglang.srt.managers.schedule_batch import ScheduleBatch
 from sglang.srt.observability.req_time_stats import set_schedule_time_batch, set_time_batch
+from sglang.srt.sampling.penaltylib.frequency_penalty import BatchedFrequencyPenalizer
+from sglang.srt.sampling.penaltylib.min_new_tokens import BatchedMinNewTokensPenalizer
+from sglang.srt.sampling.penaltylib.presence_penalty import BatchedPresencePenalizer
+from sglang.srt.sampling.penaltylib.repetition_penalty import BatchedRepetitionPenalizer
+
+from sglang_pdd.config import MAX_PASS
 
 
 class Landed(Protocol):
@@ -44,9 +50,11 @@ def plan(scheduler: Any, running_batch: ScheduleBatch, queue: Sequence[Landed]) 
     parts: list[Part] = []
     tokens = 0
     for landed in _by_priority(scheduler, running_batch, queue)[: max(0, room)]:
-        req = landed.req
+        req, step = landed.req, landed.step
+        if scheduler.is_mixed_chunk:
+            step = max(1, min(step, MAX_PASS - running_batch.batch_size()))  # decodes that ride are part of the pass
         start, goal = req.kv.kv_committed_len, len(req.origin_input_ids) + len(req.output_ids)
-        end = min(goal, start + landed.step - tokens)
+        end = min(goal, start + step - tokens)
         alone = end == goal and _has_history(req)
         # One page more than the pass itself: the next decode step may need it.
         need = (-(-end // page) - -(-start // page) + 1) * page
@@ -95,6 +103,8 @@ def mix(scheduler: Any, batch: ScheduleBatch, running_batch: ScheduleBatch) -> b
         or running_batch.is_empty()
         or batch.return_logprob
         or running_batch.return_logprob
+        or batch.return_hidden_states
+        or running_batch.return_hidden_states
         or any(req.beam_group is not None for req in running_batch.reqs)
     ):
         return False
@@ -175,14 +185,41 @@ def _has_history(req: Any) -> bool:
 def _feed_history(scheduler: Any, batch: ScheduleBatch, req: Any) -> None:
     """SGLang feeds its penalizers one token a decode step; the steps of these tokens were another role's.
 
+    All of them at once: a step for each would keep the scheduler busy for many milliseconds. The batch has one row.
+
     With overlap scheduling a step is prepared before the one before it is processed, so SGLang feeds each token a step
     late and the prompt's last token first; what a single server samples depends on it.
     """
-    orchestrator = batch.sampling_info.penalizer_orchestrator
     fed = [req.origin_input_ids[-1], *req.output_ids[:-1]] if scheduler.enable_overlap else list(req.output_ids)
-    tokens = torch.tensor(fed, dtype=torch.int64).to(batch.device, non_blocking=True)
-    for i in range(len(fed)):
-        orchestrator.cumulate_output_tokens(tokens[i : i + 1])
+    tokens = torch.tensor([fed], dtype=torch.int64).to(batch.device, non_blocking=True)
+    for kind, penalizer in batch.sampling_info.penalizer_orchestrator.penalizers.items():
+        if penalizer.is_prepared():
+            _FEED[kind](penalizer, tokens)
+
+
+def _feed_frequency(penalizer: Any, tokens: torch.Tensor) -> None:
+    penalties = penalizer.frequency_penalties.expand(tokens.shape)
+    penalizer.cumulated_frequency_penalties.scatter_add_(1, tokens, penalties)
+
+
+def _feed_presence(penalizer: Any, tokens: torch.Tensor) -> None:
+    penalizer.cumulated_presence_penalties.scatter_(1, tokens, penalizer.presence_penalties.expand(tokens.shape))
+
+
+def _feed_repetition(penalizer: Any, tokens: torch.Tensor) -> None:
+    penalizer.cumulated_repetition_penalties.scatter_(1, tokens, penalizer.repetition_penalties.expand(tokens.shape))
+
+
+def _feed_length(penalizer: Any, tokens: torch.Tensor) -> None:
+    penalizer.len_output_tokens += tokens.shape[1]
+
+
+_FEED = {
+    BatchedFrequencyPenalizer: _feed_frequency,
+    BatchedPresencePenalizer: _feed_presence,
+    BatchedRepetitionPenalizer: _feed_repetition,
+    BatchedMinNewTokensPenalizer: _feed_length,
+}
 
 
 # --- hooks ------------------------------------------------------------------------------------------------------

@@ -38,6 +38,10 @@ _SAMPLING_FLAGS = (
     "grammar_backend",
     "reasoning_parser",
     "enable_custom_logit_processor",
+    "constrained_json_whitespace_pattern",
+    "constrained_json_disable_any_whitespace",
+    "constrained_json_max_whitespace_cnt",
+    "enable_strict_thinking",
     "enable_watermark",
 )
 

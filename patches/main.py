@@ -40,6 +40,7 @@ class _Session:
     mode: str = "stock"  # how it is taken over
     step: int = 0  # tokens that one extend pass may recompute
     left: int | None = None  # tokens that its last pass has left over
+    apart: bool = False  # the running decodes sat that pass out
 
     @property
     def gone(self) -> bool:
@@ -55,8 +56,8 @@ class _Session:
         return len(self.req.origin_input_ids) + len(self.req.output_ids) - self.req.kv.kv_committed_len
 
     def aim(self) -> None:
-        """A relay that makes tokens half as fast as passes recompute them is caught too slowly: take larger steps."""
-        if self.left is not None and self.rest - self.left > self.step // 2:
+        """Take larger steps if a relay is half as fast as the passes, or if decodes have to sit the passes out."""
+        if self.left is not None and (self.apart or self.rest - self.left > self.step // 2):
             self.step = min(MAX_PASS, 2 * self.step)
         self.left = None
 
@@ -68,7 +69,8 @@ class MainSeam(ingress.Seam):
         self._credits: dict[str, _Session] = {}  # rid -> who made which tokens, until the answer is complete
         self._middle: Any = None  # the request that the last pass did not bring to its last token
         self._leaving: list[Any] = []  # finished while a pass over them was in flight
-        self._sat_out = False  # the running batch did, in the last step
+        self._passed = False  # the last step was an extend pass
+        self._sat_out = False  # and the running decodes were not in it
         self.machine = Main(self.counters, scheduler.model_config.vocab_size)
         if self.rank == 0:
             self.connect(self.machine, listen=True)
@@ -125,7 +127,9 @@ class MainSeam(ingress.Seam):
         if not command.ids:
             return
         for i, token in enumerate(command.ids):
-            self._append(req, token, command, i)
+            if not self._append(req, token, command, i):
+                self.counters.inc("tokens.mismatch")
+                break  # and with it whatever follows: the answer goes on once its KV is here
             if req.finished():
                 break
         taken = len(req.output_ids) - command.start
@@ -136,18 +140,28 @@ class MainSeam(ingress.Seam):
         if req.finished():
             self._finished_early(session)
 
-    def _append(self, req: Any, token: int, command: Emit, i: int) -> None:
+    def _append(self, req: Any, token: int, command: Emit, i: int) -> bool:
+        """False: the grammar does not accept this token of a relay's."""
+        grammar = req.grammar
+        ended = grammar is not None and grammar.is_terminated()
+        if grammar is not None:
+            try:
+                grammar.accept_token(token)
+                grammar.current_token = token  # SGLang's sign that it must not do so again; not all backends set it
+            except Exception as error:  # each backend raises its own
+                message = f"grammar does not accept token {token} of {command.source}: {error}"
+                ingress.logger.error("PDD: %s: %s", req.rid, message)
+                if command.source != "P":
+                    return False
+                req.to_finish = FINISH_ABORT(message, HTTPStatus.INTERNAL_SERVER_ERROR)
         req.output_ids.append(token)
         append_output_logprob(req, token, command.logprobs, i)
         self.scheduler.batch_result_processor._maybe_update_reasoning_tokens(req, token)
-        if req.grammar is not None:
-            try:
-                req.grammar.accept_token(token)
-                req.grammar.current_token = token  # SGLang's sign that it must not do so again; not all backends set it
-            except ValueError as error:
-                message = f"grammar does not accept token {token} of {command.source}: {error}"
-                req.to_finish = FINISH_ABORT(message, HTTPStatus.INTERNAL_SERVER_ERROR)
+        # SGLang looks for the end of a grammar before it accepts the token.
+        req.grammar = grammar if ended else None
         req.update_finish_state()
+        req.grammar = grammar
+        return True
 
     def _finished_early(self, session: _Session) -> None:
         """The answer is complete and MD has not decoded yet."""
@@ -156,9 +170,11 @@ class MainSeam(ingress.Seam):
         self._close(req.bootstrap_room, "finished")
         req.time_stats.set_completion_time()
         if session.transfer is None:  # landed
-            if req is not self._middle:  # else `begin_step` lets it go
+            if req is self._middle:
+                self._middle = None
+            else:
                 self.scheduler.waiting_queue.remove(req)
-                release_kv_cache(req, self.scheduler.tree_cache, checkpoint=True)
+            self._leave(req)
             return
         # P may still write into these pages: SGLang holds them until P acknowledges the abort.
         receiver = session.transfer.kv_receiver
@@ -224,19 +240,22 @@ class MainSeam(ingress.Seam):
                 req.time_stats.set_completion_time()
                 self._close(req.bootstrap_room, "aborted")
                 scheduler.output_streamer.stream_output([req], req.return_logprob)
-            if req.finished():
-                self._leaving.append(req)
+                self._leave(req)
             else:
                 scheduler.waiting_queue.insert(0, req)
-        if self._leaving:
-            for left in [r for r in self._leaving if r.inflight_middle_chunks == 0]:
-                self._leaving.remove(left)
-                release_kv_cache(left, scheduler.tree_cache, checkpoint=True)
+
+    def _leave(self, req: Any) -> None:
+        """Give a finished request's KV back, as soon as no pass writes it any more."""
+        if req.inflight_middle_chunks > 0:
+            self._leaving.append(req)
+        else:
+            release_kv_cache(req, self.scheduler.tree_cache, checkpoint=True)
 
     def next_batch(
         self, original: Callable[..., NextBatchPlan], scheduler: Any, running_batch: ScheduleBatch
     ) -> NextBatchPlan:
         """Run an extend pass if anybody waits for one; else what SGLang would run without those who wait."""
+        passed, self._passed = self._passed, False
         landed = [s for s in self._sessions.values() if s.transfer is None]
         if not landed:
             return original(scheduler, running_batch)
@@ -245,9 +264,9 @@ class MainSeam(ingress.Seam):
             if session.req not in waiting:
                 self._close(session.req.bootstrap_room, "aborted")  # SGLang took it out of its queue
         queue = [s for s in landed if s.req in waiting]
-        # After a pass that the running batch sat out it is the running batch's turn.
-        turn = running_batch.is_empty() or not self._sat_out
-        self._sat_out = False
+        # After a pass it is the turn of those who sat it out, and of whoever else wants to get in.
+        others = len(scheduler.waiting_queue) > len(queue) or scheduler.grammar_manager.has_waiting_grammars()
+        turn = not passed or not (others or (self._sat_out and not running_batch.is_empty()))
         if turn:
             for session in queue:
                 session.aim()
@@ -271,14 +290,13 @@ class MainSeam(ingress.Seam):
                 self._close(part.req.bootstrap_room, "landed")
             else:
                 self._middle = part.req
-                session = self._sessions[part.req.bootstrap_room]
-                session.left = session.rest
-        if extend.mix(scheduler, batch, running_batch):
+        self._passed, self._sat_out = True, not extend.mix(scheduler, batch, running_batch)
+        self.counters.inc("handoff.passes", kind="own" if self._sat_out else "mixed")
+        if self._middle is not None:
+            session = self._sessions[self._middle.bootstrap_room]
+            session.left, session.apart = session.rest, self._sat_out
+        if not self._sat_out:
             running_batch = ScheduleBatch(reqs=[], batch_is_full=running_batch.batch_is_full)
-            self.counters.inc("handoff.passes", kind="mixed")
-        else:
-            self._sat_out = True
-            self.counters.inc("handoff.passes", kind="own")
         return NextBatchPlan(batch_to_run=extend.finish_build(scheduler, batch), running_batch=running_batch)
 
     def _stuck(self, running_batch: ScheduleBatch, queue: list[_Session]) -> bool:
@@ -309,8 +327,11 @@ class MainSeam(ingress.Seam):
     # --- who made which tokens ---
 
     def extended(self, batch: ScheduleBatch) -> None:
-        """Results of an extend pass have been processed: MD's own first tokens."""
-        riding = batch.decoding_reqs or ()
+        """Results of an extend pass have been processed: what waited for that can go, and MD has tokens of its own."""
+        for left in [r for r in self._leaving if r.inflight_middle_chunks == 0]:
+            self._leaving.remove(left)
+            self._leave(left)
+        riding = set(batch.decoding_reqs or ())
         for req in batch.reqs:
             session = self._credits.get(req.rid)
             if session and req.bootstrap_room not in self._sessions and req not in riding:

@@ -122,7 +122,8 @@ class Lanes:
         """Send blocks in segments. Returns 0 also when the room was cancelled: nothing is in flight then."""
         lane = self._by_session.get(session)
         if lane is None or lane.in_hand is None or self.is_lan(session):
-            return send(blocks)
+            parts = range(0, len(blocks), MOST_BLOCKS)
+            return next((status for i in parts if (status := send(blocks[i : i + MOST_BLOCKS])) != 0), 0)
         room, status_of = lane.in_hand.room, lane.manager.request_status
 
         def cancelled() -> bool:

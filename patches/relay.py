@@ -66,8 +66,8 @@ class RelaySeam(ingress.Seam):
         try:
             sampling = sampling_from_wire(dict(request.sampling))
             sampling.verify(self.scheduler.model_config.vocab_size)
-            if max(request.prompt) >= self.scheduler.model_config.vocab_size:
-                raise ValueError("a prompt token is not in the vocabulary")
+            if max((*request.prompt, *request.named_ids)) >= self.scheduler.model_config.vocab_size:
+                raise ValueError("a token is not in the vocabulary")
         except Exception as error:  # msgspec raises kinds of its own
             self.counters.inc("relay.refused", reason="malformed")
             ingress.logger.error("PDD: cannot start relay %d: %s", command.relay_room, error)

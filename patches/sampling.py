@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 from sglang.srt.sampling.sampling_params import SamplingParams
 
-from sglang_pdd.protocol import MAX_ENTRIES, MAX_NAMED_IDS, MAX_PROCESSOR, MAX_TEXT, Request
+from sglang_pdd.protocol import MAX_ENTRIES, MAX_NAMED_IDS, MAX_PROCESSOR, MAX_ROOMS, MAX_TEXT, Request
 
 
 def sampling_to_wire(params: SamplingParams) -> dict[str, Any]:
@@ -30,10 +30,11 @@ def sampling_from_wire(wire: dict[str, Any]) -> SamplingParams:
 
 
 def _plain(value: Any) -> bool:
+    """Does it fit into a message?"""
     if isinstance(value, dict):
-        return all(isinstance(k, str) and _plain(v) for k, v in value.items())
+        return len(value) <= MAX_ENTRIES and all(isinstance(k, str) and _plain(v) for k, v in value.items())
     if isinstance(value, (list, set)):
-        return all(map(_plain, value))
+        return len(value) <= MAX_ROOMS and all(map(_plain, value))
     return value is None or isinstance(value, (bool, int, float, str))
 
 
@@ -55,7 +56,7 @@ def request_of(req: Any) -> Request:
 def obstacle(req: Any) -> str | None:
     """Why this request can't be relayed; None if it can. What is named here is served as P-MD."""
     params = req.pdd_sampling
-    custom = _own_params(params.custom_params)
+    sendable = (_plain(_own_params(getattr(params, name))) for name in params.__struct_fields__)
     features = {
         "beam_search": (params.beam_width or 1) > 1,
         "watermark": params.watermark is not None,
@@ -65,8 +66,7 @@ def obstacle(req: Any) -> str | None:
         "session": req.session is not None,
         "hidden_states": bool(req.return_hidden_states),
         "sampling_mask": bool(req.return_sampling_mask),
-        "custom_params": custom is not None and not _plain(custom),
-        "logit_bias": len(params.logit_bias or ()) > MAX_ENTRIES,
+        "parameters": not all(sendable),
         "named_ids": req.return_logprob and len(req.logprob.token_ids_logprob or ()) > MAX_NAMED_IDS,
         "logit_processor": len(req.custom_logit_processor or "") > MAX_PROCESSOR,
         "cache_key": max(len(req.extra_key or ""), len(req.cache_salt or "")) > MAX_TEXT,

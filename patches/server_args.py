@@ -90,6 +90,7 @@ def take_flags(_: type, args: argparse.Namespace) -> None:
         if config.active:
             imply(config, args, sys.argv[1:])
             refuse(args)
+            refuse_code_of_strangers(config, args)
     except (ConfigError, KeysError) as error:
         guard.fail(str(error))
     for flag in FLAGS:
@@ -150,6 +151,12 @@ def refuse(args: Any) -> None:
     for name in _UNSERVED_ENVIRONMENT:
         if os.environ.get(name, "").lower() in ("1", "true", "yes", "y", "on", "t"):
             raise ConfigError(f"{name}={os.environ[name]} is not supported with PDD: unset it")
+
+
+def refuse_code_of_strangers(config: PddConfig, args: Any) -> None:
+    """A custom logit processor is code, and a relay takes it from whoever its prefill is."""
+    if config.role == "relay" and config.insecure and getattr(args, "enable_custom_logit_processor", False):
+        raise ConfigError("--enable-custom-logit-processor on a relay: drop --pdd-insecure, use --pdd-keys")
 
 
 def check_model(model_config: Any) -> str | None:

@@ -411,7 +411,7 @@ ENTRIES: tuple[Entry, ...] = (
     _hook(
         RESULTS, "process_batch_result_prefill",
         "(self, batch, result)",
-        "after", "main:extend_processed", "an extend pass is done", roles=("main",), safe=True,
+        "after", "main:extend_processed", "an extend pass is done", roles=("main",),
     ),
     _hook(
         STREAMER, "stream_output",
@@ -440,9 +440,27 @@ ENTRIES: tuple[Entry, ...] = (
         "(self, waiting_queue, running_batch=None, processed_tokens=0)",
         "who is taken over first", roles=("main",),
     ),
-    _calls(
-        "sglang.srt.sampling.penaltylib.orchestrator.BatchedPenalizerOrchestrator", "cumulate_output_tokens",
-        "(self, output_ids)",
+    *_uses(
+        "sglang.srt.sampling.penaltylib.frequency_penalty.BatchedFrequencyPenalizer",
+        "frequency_penalties cumulated_frequency_penalties",
+        "penalties of relayed tokens", roles=("main",),
+    ),
+    *_uses(
+        "sglang.srt.sampling.penaltylib.presence_penalty.BatchedPresencePenalizer",
+        "presence_penalties cumulated_presence_penalties",
+        "penalties of relayed tokens", roles=("main",),
+    ),
+    *_uses(
+        "sglang.srt.sampling.penaltylib.repetition_penalty.BatchedRepetitionPenalizer",
+        "repetition_penalties cumulated_repetition_penalties",
+        "penalties of relayed tokens", roles=("main",),
+    ),
+    *_uses(
+        "sglang.srt.sampling.penaltylib.min_new_tokens.BatchedMinNewTokensPenalizer", "len_output_tokens",
+        "penalties of relayed tokens", roles=("main",),
+    ),
+    *_uses(
+        "sglang.srt.sampling.penaltylib.orchestrator.BatchedPenalizerOrchestrator", "penalizers",
         "penalties of relayed tokens", roles=("main",),
     ),
     _calls(
@@ -492,7 +510,8 @@ ENTRIES: tuple[Entry, ...] = (
         SCHEDULER,
         "_engine_paused disagg_decode_transfer_queue disagg_decode_prealloc_queue last_batch waiting_queue req_to_token_pool "
         "max_running_requests enable_overlap spec_algorithm dp_attn_adapter schedule_stream forward_stream "
-        "batch_result_processor is_mixed_chunk enable_priority_scheduling policy running_batch",
+        "batch_result_processor is_mixed_chunk enable_priority_scheduling policy running_batch "
+        "grammar_manager",
         "read by MD's seam", roles=("main",),
     ),
 )

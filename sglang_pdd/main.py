@@ -28,6 +28,7 @@ class _Session:
     muted: bool = False  # nothing more is taken from the relay
     complete: bool = False  # the relay has said that nothing more will come
     heard: float = 0.0  # when it last sent something
+    load: int = 0  # percent of its relays in use, as it last said
 
 
 class Main:
@@ -92,6 +93,7 @@ class Main:
                 return []
             session.relay = peer
             session.heard = now
+            session.load = load or 0
             session.complete |= chunk.finished is not None
         if self._contradicts(session, chunk):
             self._counters.inc("tokens.mismatch")
@@ -103,7 +105,7 @@ class Main:
             return self._hold(session, chunk)
         actions = self._accept(session, chunk, load)
         while session.proven and (held := session.held.pop(len(session.accepted), None)) is not None:
-            actions += self._accept(session, held, 0 if load is None else load)
+            actions += self._accept(session, held, session.load)
         return actions
 
     def _wants(self, room: int) -> bool:

@@ -7,6 +7,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
+from sglang.srt.sampling.penaltylib.orchestrator import BatchedPenalizerOrchestrator
 from sglang.srt.sampling.sampling_params import SamplingParams
 
 from sglang_pdd.config import MAX_PASS
@@ -34,7 +36,7 @@ class Running:
 
 
 class Req(SimpleNamespace):
-    """A request, which SGLang compares by identity."""
+    """A request, which SGLang compares by identity, or a batch, to which it holds weak references."""
 
     __hash__ = object.__hash__
     __eq__ = object.__eq__
@@ -69,6 +71,7 @@ def scheduler(free: int = 10_000, page: int = 1, room: int = 64, priorities: boo
         tree_cache=SimpleNamespace(evictable_size=lambda: 0),
         req_to_token_pool=SimpleNamespace(size=room),
         max_running_requests=room,
+        is_mixed_chunk=True,
         enable_priority_scheduling=priorities,
         policy=SimpleNamespace(calc_priority=calc_priority),
     )
@@ -138,6 +141,17 @@ def test_a_relay_that_is_as_fast_as_the_passes_is_caught() -> None:
     assert session.step == 128
 
 
+def test_steps_grow_while_decodes_sit_passes_out() -> None:
+    session = _Session(Waiting(400).req, None, step=64)
+    session.left, session.apart = session.rest, True
+    session.aim()
+    assert session.step == 128
+
+
+def test_decodes_that_ride_are_part_of_the_pass() -> None:
+    assert shares([Waiting(3000)], Running(48), room=64) == [(0, MAX_PASS - 48, False)]
+
+
 def test_a_slow_relay_is_caught_in_small_steps() -> None:
     req = Waiting(400).req
     session = _Session(req, None, step=64)
@@ -147,3 +161,28 @@ def test_a_slow_relay_is_caught_in_small_steps() -> None:
         req.output_ids += [2] * 3
         session.aim()
     assert session.step == 64
+
+
+def orchestrator(req: Any) -> Any:
+    """SGLang's penalizers for a batch of this request."""
+    batch = Req(reqs=[req], device="cpu")
+    made = BatchedPenalizerOrchestrator(50, batch, set(extend._FEED))
+    made.kept = batch  # it holds a weak reference only
+    return made
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+def test_history_is_what_as_many_steps_would_have_made_it(overlap: bool) -> None:
+    penalties = {"frequency_penalty": 0.7, "presence_penalty": 0.3, "repetition_penalty": 1.4, "min_new_tokens": 9}
+    req = Waiting(0, sampling=penalties).req
+    req.origin_input_ids, req.output_ids = [7, 8], [3, 4, 3, 3, 9]
+    req.eos_token_ids, req.tokenizer = {1}, SimpleNamespace(additional_stop_token_ids=None, eos_token_id=1)
+    at_once, stepwise = orchestrator(req), orchestrator(req)
+    batch = SimpleNamespace(device="cpu", sampling_info=SimpleNamespace(penalizer_orchestrator=at_once))
+    extend._feed_history(SimpleNamespace(enable_overlap=overlap), batch, req)  # type: ignore[arg-type]
+    for token in [8, 3, 4, 3, 3] if overlap else [3, 4, 3, 3, 9]:
+        stepwise.cumulate_output_tokens(torch.tensor([token]))
+    logits = [torch.randn(1, 50, generator=torch.Generator().manual_seed(0)) for _ in range(2)]
+    for made, row in zip((at_once, stepwise), logits, strict=True):
+        made.apply(row)
+    torch.testing.assert_close(logits[0], logits[1])

@@ -15,7 +15,7 @@ from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang_pdd.metrics import Counters
 from sglang_pdd.patches import ingress, logprobs, mooncake, sampling
 from sglang_pdd.patches.mooncake import Lanes
-from sglang_pdd.protocol import Ping, RelayOpen, decode, encode
+from sglang_pdd.protocol import Ping, RelayOpen, Request, decode, encode
 from sglang_pdd.transport import Endpoint
 
 
@@ -119,10 +119,10 @@ def test_sampling_parameters_survive_the_wire() -> None:
         max_new_tokens=77, temperature=0.5, top_p=0.9, stop=["a", "b"], stop_token_ids=[3, 1], logit_bias={"5": 1.5}
     )
     asked.normalize(SimpleNamespace(encode=lambda text, **options: list(text)))
-    message = RelayOpen(1, 2, (1, 2), sampling.sampling_to_wire(asked), "tcp://m:1", "")
+    message = RelayOpen(1, 2, "tcp://m:1", "", Request((1, 2), sampling.sampling_to_wire(asked)))
     got = decode(encode(message))
     assert isinstance(got, RelayOpen)
-    params = sampling.sampling_from_wire(dict(got.sampling))
+    params = sampling.sampling_from_wire(dict(got.request.sampling))
     for name in SamplingParams.__struct_fields__:
         assert getattr(params, name) == getattr(asked, name), name
 
