@@ -71,13 +71,13 @@ class Clusters:
                 alone = replace(spec, kind="single", wan_rate_limit=None)
                 self._own = Reference(self._stack.enter_context(alone.launch(LOGS / name)))
             self._running = self._stack.enter_context(spec.launch(LOGS / name))
-            self._warm_up(self._running)
+            self._warm_up(self._running, small=name in WITH_FORCE)  # Triton's interpreter takes a second a token
         return self._running
 
     @staticmethod
-    def _warm_up(cluster: Running) -> None:
+    def _warm_up(cluster: Running, small: bool) -> None:
         """The first request through each role takes seconds: not one that a test should look at."""
-        task = tasks.cold(1, COLD_TOKENS, ANSWER_TOKENS)
+        task = tasks.cold(1, 60, 8) if small else tasks.cold(1, COLD_TOKENS, ANSWER_TOKENS)
         generate(cluster.url, task.prompt, limit(task), logprobs=False)
 
     def close(self) -> None:
