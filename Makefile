@@ -2,7 +2,7 @@
 PYTHON := .venv/bin/python
 PYTEST := $(PYTHON) -m pytest -v --durations=10
 
-.PHONY: help venv venv-path lint test test-unit test-kernels test-engine test-e2e test-full demo
+.PHONY: help venv venv-path lint test test-unit test-kernels test-engine test-e2e test-full demo bench-handoff
 .DEFAULT_GOAL := help
 
 help:
@@ -14,6 +14,7 @@ help:
 	@echo "make test-kernels  the kernels, interpreted and compiled ahead of time: minutes"
 	@echo "make test-full  everything, also what is marked slow"
 	@echo "make demo       three roles and a router on this machine"
+	@echo "make bench-handoff  what a handoff costs: over a WAN, and to a user (about an hour; root; ARGS=--help)"
 
 venv:
 	@.ci/venv
@@ -30,7 +31,7 @@ test: lint
 	$(MAKE) test-unit test-kernels test-engine test-e2e
 
 test-unit: venv
-	$(PYTEST) tests/unit --timeout 60
+	$(PYTEST) tests/unit -m "not full" --timeout 60
 
 test-kernels: venv
 	TRITON_INTERPRET=1 $(PYTEST) tests/kernels -m "not full"
@@ -48,3 +49,6 @@ test-full: lint
 
 demo: venv
 	$(PYTHON) examples/demo.py
+
+bench-handoff: venv
+	$(PYTHON) examples/bench_handoff.py $(ARGS)
