@@ -63,9 +63,9 @@ def make(
         return torch.randn(rows, heads, width, generator=rng, device=device)
 
     def pool(width: int) -> torch.Tensor:
-        full = torch.full((len(order) * page, shape.kv_heads, width), torch.nan, device=device).to(kv_kind)
-        full[old] = normal(len(old), shape.kv_heads, width).to(kv_kind)
-        return full
+        full = torch.full((len(order) * page, shape.kv_heads, width), torch.nan, device=device)
+        full[old] = normal(len(old), shape.kv_heads, width)
+        return full.to(kv_kind)
 
     q = normal(tokens, shape.heads, shape.qk_dim).to(kind)
     k_new, k_pool = normal(tokens, shape.kv_heads, shape.qk_dim).to(kind), pool(shape.qk_dim)

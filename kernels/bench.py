@@ -11,12 +11,15 @@ import dataclasses
 import functools
 import itertools
 import json
+import multiprocessing
+import os
 import platform
 import random
 import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -57,6 +60,11 @@ class Case:
         width = shape.qk_dim + (0 if shape.latent else shape.v_dim)
         kv = (sum(self.prefixes) + 2 * sum(self.news)) * shape.kv_heads * width  # new tokens: read and written
         return 2 * (kv + sum(self.news) * shape.heads * (shape.qk_dim + shape.v_dim))
+
+    @property
+    def slots(self) -> int:
+        """Of the pool, in whole pages."""
+        return sum(-(-(n + p) // PAGE) * PAGE for n, p in zip(self.news, self.prefixes, strict=True))
 
     @property
     def flops(self) -> int:
@@ -122,11 +130,18 @@ def ceilings() -> dict[str, float]:
     return {"copy_bytes_per_s": copy, "matmul_flop_per_s": best}
 
 
+def slots_for(shape: Shape) -> int:
+    """The largest case, as far as a third of the free memory goes."""
+    per_slot = 2 * shape.kv_heads * (shape.qk_dim + (0 if shape.latent else shape.v_dim))
+    torch.cuda.empty_cache()
+    free, _ = torch.cuda.mem_get_info()
+    return min(max(case.slots for case in cases()), free // 3 // per_slot // PAGE * PAGE)
+
+
 class Pool:
     """KV for all cases: one pool of random numbers, from which every batch gets pages in random order."""
 
     def __init__(self, shape: Shape, slots: int) -> None:
-        self.shape = shape
         self.k = torch.empty(slots, shape.kv_heads, shape.qk_dim, dtype=torch.bfloat16, device=DEVICE).normal_()
         self.v = self.k[..., : shape.v_dim]
         if not shape.latent:
@@ -134,9 +149,9 @@ class Pool:
 
     def batches(self, case: Case) -> list[Batch]:
         """Batches on pages of their own, so many that none is in the cache when its turn comes again."""
-        shape, tokens = self.shape, sum(case.news)
+        shape, tokens = KINDS[case.kind], sum(case.news)
         lens = [-(-(n + p) // PAGE) * PAGE for n, p in zip(case.news, case.prefixes, strict=True)]
-        number = max(1, min(-(-COLD_BYTES // case.bytes) + 1, len(self.k) // sum(lens), RUNS))
+        number = max(1, min(-(-COLD_BYTES // case.bytes) + 1, len(self.k) // case.slots, RUNS))
         pages = torch.randperm(len(self.k) // PAGE, device=DEVICE)
         slots = (pages[:, None] * PAGE + torch.arange(PAGE, device=DEVICE)).flatten()
         made = []
@@ -198,29 +213,46 @@ DTYPES = (("bfloat16",) * 2, ("float16",) * 2, ("bfloat16", "float8_e5m2"), ("bf
 RAGGED = ((1, 1, 16, 3, 1, 64, 200), (4096, 1, 5000, 0, 33, 2000, 777))
 
 
+Combination = tuple[tuple[int, int, int, int], tuple[str, str], bool]
+
+
 def check(chip: Chip) -> bool:
-    """The kernel against fp64 on this GPU; prints one line each. Whether all hold."""
+    """The kernel against fp64 on this GPU; prints one line each. Whether all hold.
+
+    Nearly all of the time is the compiler's, so combinations are checked side by side.
+    """
+    combinations = list(itertools.product(CHECKED, DTYPES, (False, True)))
+    context = multiprocessing.get_context("spawn")
     fine = True
-    for dims, (dtype, kv_dtype), masked in itertools.product(CHECKED, DTYPES, (False, True)):
-        qk_dim, v_dim, heads, kv_heads = dims
-        shape = Shape(heads, kv_heads, qk_dim, v_dim, dtype, kv_dtype, latent=(qk_dim, v_dim) == MLA)
-        what = f"{qk_dim}/{v_dim}, {heads}/{kv_heads} heads, {dtype}, KV {kv_dtype}{', all masks' if masked else ''}"
-        options: dict[str, Any] = {"scale": qk_dim**-0.5}
-        if masked:
-            options |= {"window": 100, "cap": 5.0, "sinks": torch.randn(heads, device=DEVICE)}
-        try:
-            config = choose(chip, shape)
-        except Unsupported as reason:
-            print(f"      {what}: {reason}")
-            continue
+    with ProcessPoolExecutor(min(len(combinations), os.cpu_count() or 1), context) as pool:
+        for verdict, line in pool.map(functools.partial(check_one, chip), combinations):
+            print(f"{verdict:5}{line}", flush=True)
+            fine &= verdict != "FAIL"
+    return fine
+
+
+def check_one(chip: Chip, combination: Combination) -> tuple[str, str]:
+    """``ok``, ``FAIL``, or nothing where there are no tiles; and what was found."""
+    dims, (dtype, kv_dtype), masked = combination
+    qk_dim, v_dim, heads, kv_heads = dims
+    shape = Shape(heads, kv_heads, qk_dim, v_dim, dtype, kv_dtype, latent=(qk_dim, v_dim) == MLA)
+    what = f"{qk_dim}/{v_dim}, {heads}/{kv_heads} heads, {dtype}, KV {kv_dtype}{', all masks' if masked else ''}"
+    options: dict[str, Any] = {"scale": qk_dim**-0.5}
+    if masked:
+        options |= {"window": 100, "cap": 5.0, "sinks": torch.randn(heads, device=DEVICE)}
+    try:
+        config = choose(chip, shape)
         batch = make(shape, *RAGGED, page=16, device=DEVICE)
         got = run(config, shape, batch, **options)
-        batch.k_new, batch.v_new = batch.k_pool[batch.new_slots], batch.v_pool[batch.new_slots]  # as rounded
+        # As rounded.
+        batch.k_new, batch.v_new = (pool.double()[batch.new_slots] for pool in (batch.k_pool, batch.v_pool))
         off = [error(*pair) for pair in zip(got, expect(batch, **options), strict=True)]
-        good = all(one < LIMITS[dtype] for one in off)
-        fine &= good
-        print(f"{'ok  ' if good else 'FAIL'}  {what}: out {off[0]:.1e}, LSE {off[1]:.1e}")
-    return fine
+    except Unsupported as reason:
+        return "", f"{what}: {reason}"
+    except Exception as problem:  # one line each, so that one run shows them all
+        return "FAIL", f"{what}: {type(problem).__name__}: {problem}"[:300]
+    good = all(one < LIMITS[dtype] for one in off)
+    return "ok" if good else "FAIL", f"{what}: out {off[0]:.1e}, LSE {off[1]:.1e}"
 
 
 # --- reports --------------------------------------------------------------------------------------------------------
@@ -309,15 +341,25 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     top = ceilings()
     results: list[dict[str, Any]] = []
-    left_out = []
-    pools: dict[str, Pool] = {}
+    left_out: list[str] = []
+    pools: dict[tuple[int, int], Pool] = {}
     for case in cases():
+        shape = KINDS[case.kind]
+        layout = (shape.kv_heads, shape.qk_dim)
+        if layout not in pools:
+            pools[layout] = Pool(shape, slots_for(shape))
         if time.monotonic() - begin > args.seconds:
-            left_out.append(case)
+            left_out.append(f"{case.kind}: {case.name}: no time")
             continue
-        if case.kind not in pools:  # the largest batch, once over
-            pools[case.kind] = Pool(KINDS[case.kind], max(sum(c.prefixes) + sum(c.news) + 32 * PAGE for c in cases()))
-        result = measure(case, pools[case.kind], chip, not args.no_peers)
+        if case.slots > len(pools[layout].k):
+            left_out.append(f"{case.kind}: {case.name}: no memory")
+            continue
+        try:
+            result = measure(case, pools[layout], chip, not args.no_peers)
+        except RuntimeError as problem:  # what was measured so far is kept
+            left_out.append(f"{case.kind}: {case.name}: {problem}"[:300])
+            fine = False
+            continue
         results.append(result)
         memory, compute, _ = shares(result, top)
         print(
@@ -327,8 +369,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     results.sort(key=lambda r: (r["kind"], "decodes" in r["name"], len(r["news"]), r["prefixes"], max(r["news"])))
 
     args.out.mkdir(parents=True, exist_ok=True)
-    names = [f"{case.kind}: {case.name}" for case in left_out]
-    (args.out / "results.json").write_text(json.dumps({**card, **top, "left_out": names, "results": results}, indent=1))
+    (args.out / "results.json").write_text(
+        json.dumps({**card, **top, "left_out": left_out, "results": results}, indent=1)
+    )
     text = "\n".join(table(results, top)) + "\n"
     (args.out / "table.md").write_text(text)
     print(text)
@@ -337,7 +380,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ImportError:
         print("no plot: matplotlib is not installed")
     if left_out:
-        print(f"{len(left_out)} cases left out after {args.seconds:.0f} s; they are named in results.json")
+        print(f"{len(left_out)} of {len(cases())} cases left out; results.json says which and why")
     print(f"{args.out}/: results.json, table.md, roofline.png; {time.monotonic() - begin:.0f} s")
     return 0 if fine else 1
 

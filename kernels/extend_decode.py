@@ -89,7 +89,7 @@ def _write(
                 _copy(v_from, v_to, V0 + tl.arange(0, V1), real, v_scale)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens"])
 def write_kernel(
     k_new,
     v_new,
@@ -124,7 +124,7 @@ def write_kernel(
            stride_vt, stride_pks, stride_pvs, K0, K1, V0, V1, LATENT)  # fmt: skip
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["window", "part_base"])
 def attend_kernel(
     q_ptr,
     k_new,
@@ -307,7 +307,7 @@ def attend_kernel(
         tl.store(part_lse_ptr + part, lse, real)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["n_requests"])
 def merge_kernel(
     out_ptr,
     lse_ptr,
@@ -460,8 +460,8 @@ class Plan:
                 WAVES=WAVES,
                 ITEM=ITEM,
                 REQUEST=REQUEST,
-                BLOCK_B=max(16, triton.next_power_of_2(requests)),
-                num_warps=1 if requests <= 64 else 4,
+                BLOCK_B=max(256, triton.next_power_of_2(requests)),
+                num_warps=1 if requests <= 256 else 4,
             )
 
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import functools
+import importlib
+import itertools
 from collections.abc import Callable
 
 import torch
@@ -99,20 +102,21 @@ def flashinfer(shape: Shape, batch: Batch, out: torch.Tensor, scale: float) -> C
     return lambda: paged.run(batch.q, pools, out=out)
 
 
-def flash_attention_3(shape: Shape, batch: Batch, out: torch.Tensor, scale: float) -> Call:
-    """FA3 as SGLang brings it; pages of one token."""
-    from sglang.kernels.ops.attention.flash_attention_v3 import flash_attn_with_kvcache
-
+def flash_attention(version: int, shape: Shape, batch: Batch, out: torch.Tensor, scale: float) -> Call:
+    """FA3 or FA4 as SGLang brings them; pages of one token."""
+    if shape.latent and version != 3:
+        raise Unfit("no MLA with pages")
+    library = importlib.import_module(f"sglang.kernels.ops.attention.flash_attention_v{version}")
     ends, indices = _whole(batch)
     lens = ends.diff()
     table = torch.zeros(len(lens), int(lens.max()), dtype=torch.int32, device=out.device)
-    for row, (a, b) in enumerate(zip(ends.tolist(), ends.tolist()[1:], strict=False)):
+    for row, (a, b) in enumerate(itertools.pairwise(ends.tolist())):
         table[row, : b - a] = indices[a:b]
     longest = max(_news(batch))
     q, k, v, value_q = batch.q, batch.k_pool[:, None], batch.v_pool[:, None], None
     if shape.latent:
         value_q, q, k = q[..., : shape.v_dim].contiguous(), q[..., shape.v_dim :].contiguous(), k[..., shape.v_dim :]
-    return lambda: flash_attn_with_kvcache(
+    return lambda: library.flash_attn_with_kvcache(
         q=q,
         k_cache=k,
         v_cache=v,
@@ -132,5 +136,6 @@ PEERS: dict[str, Callable[[Shape, Batch, torch.Tensor, float], Call]] = {
     "sglang extend (Triton)": sglang_extend,
     "sglang decode (Triton)": sglang_decode,
     "FlashInfer": flashinfer,
-    "FA3": flash_attention_3,
+    "FA3": functools.partial(flash_attention, 3),
+    "FA4": functools.partial(flash_attention, 4),
 }

@@ -16,7 +16,7 @@ def _sum(values, condition):
     return tl.sum(tl.where(condition, values, 0))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["n_requests", "ctas", "window", "part_base"])  # all batches, one compilation
 def plan_kernel(
     qo_indptr,
     kv_indptr,

@@ -1,17 +1,19 @@
 """What the kernels take of a chip, found without one: registers, spills and shared memory of every configuration.
 
 python -m sglang_pdd.kernels.resources        # compiles everything for every chip and rewrites resources.json
-python -m sglang_pdd.kernels.resources sm90   # one chip only
+python -m sglang_pdd.kernels.resources sm90   # one chip; what is in Triton's cache is not compiled again
 """
 
 from __future__ import annotations
 
 import json
+import multiprocessing
 import re
 import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -186,17 +188,26 @@ def markdown(table: dict[str, Usage]) -> Iterator[str]:
         yield ""
 
 
+def measured(arch: Arch) -> dict[str, Usage]:
+    """All rows of a chip, compiled on all cores."""
+    found = {f"{arch} {name}": usage(kernel, arch) for name, kernel in compile_others(arch)}
+    wanted = list(builds(arch))
+    with ProcessPoolExecutor(mp_context=multiprocessing.get_context("spawn")) as pool:
+        for build, taken in zip(wanted, pool.map(_taken, wanted), strict=True):
+            print(build.row, "masked" if build.masked else "plain", taken, flush=True)
+            found[build.row] = most(taken, found.get(build.row, taken))
+    return found
+
+
+def _taken(build: Build) -> Usage:
+    return usage(compile_attention(build), build.arch)
+
+
 def main() -> None:
     """Rewrite the table, and print its part for the documentation."""
     found = load() if TABLE.exists() else {}
     for arch in [arch for arch in TARGETS if arch in sys.argv[1:]] or TARGETS:
-        found = {row: numbers for row, numbers in found.items() if not row.startswith(f"{arch} ")}
-        for name, kernel in compile_others(arch):
-            found[f"{arch} {name}"] = usage(kernel, arch)
-        for build in builds(arch):
-            taken = usage(compile_attention(build), arch)
-            print(build.row, "masked" if build.masked else "plain", taken, flush=True)
-            found[build.row] = most(taken, found.get(build.row, taken))
+        found = {row: numbers for row, numbers in found.items() if not row.startswith(f"{arch} ")} | measured(arch)
     lines = [
         f"  {json.dumps(row)}: {json.dumps([u.registers, u.spills, u.shared])}" for row, u in sorted(found.items())
     ]

@@ -8,10 +8,11 @@ turns out to be ``triton``.
 from __future__ import annotations
 
 import argparse
-import logging
 import os
 from collections.abc import Sequence
 from typing import Any
+
+from sglang_pdd.patches import guard
 
 NAME = "pdd_triton"
 STOCK = "triton"
@@ -19,8 +20,6 @@ WANTED = "PDD_ATTENTION"  # in the environment of the schedulers: "1"
 FIELDS = ("attention_backend", "prefill_attention_backend", "decode_attention_backend")
 MOST_NEW = 256  # of one request; from here on tiles are full, and SGLang's kernel is at home
 LEAST_RATIO = 8  # cached tokens for each new one
-
-logger = logging.getLogger(__name__)
 
 
 def add_choice() -> None:
@@ -42,7 +41,8 @@ def take(args: argparse.Namespace, wanted: bool) -> None:
 
 
 def register() -> None:
-    """In a scheduler: our class behind ``triton``."""
+    """In a scheduler: our class behind ``triton``; ends the process where SGLang is not what we derive from."""
+    guard.install("attention", "scheduler")
     from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS, register_attention_backend
 
     stock = ATTENTION_BACKENDS[STOCK]
@@ -52,7 +52,6 @@ def register() -> None:
             return stock(runner)  # which says that it cannot
         from sglang_pdd.patches.triton_backend import PddTritonAttnBackend
 
-        logger.info("pdd: extend passes over long prefixes go to our kernel")
         return PddTritonAttnBackend(runner)
 
     register_attention_backend(STOCK)(create)

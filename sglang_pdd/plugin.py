@@ -26,16 +26,16 @@ def register() -> None:
     target = getattr(multiprocessing.current_process(), "_target", None)
     if "detokenizer" in getattr(target, "__name__", ""):
         return
-    if os.environ.get("PDD_ATTENTION") == "1":
-        from sglang_pdd.patches import attention
-
-        attention.register()
     if os.environ.get("PDD_ROLE") or os.environ.get("PDD_WAN_RATE_LIMIT"):
         from sglang_pdd.patches import guard
 
         if os.environ.get("PDD_CHECKED") != "1":
             guard.fail("start PDD through `sglang serve` or `python -m sglang.launch_server`")
         guard.install(os.environ.get("PDD_ROLE") or "pace", "scheduler")
+    if os.environ.get("PDD_ATTENTION") == "1":
+        from sglang_pdd.patches import attention
+
+        attention.register()
 
 
 def _asked_for(argv: list[str]) -> bool:

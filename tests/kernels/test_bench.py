@@ -33,6 +33,17 @@ def test_on_a_cpu_it_says_what_it_cannot_do(capsys: pytest.CaptureFixture[str]) 
     assert "nothing can be measured" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("masked", [False, True])
+def test_the_check_compares(masked: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bench, "DEVICE", "cpu")
+    monkeypatch.setattr(bench, "RAGGED", ((1, 5), (40, 0)))
+    chip, dims = Chip("interpreter", 4), (64, 64, 4, 2)
+    assert bench.check_one(chip, (dims, ("float16", "float16"), masked))[0] == "ok"
+    assert bench.check_one(chip, (dims, ("float16", "float8_e4m3fnuz"), masked))[0] == ""
+    monkeypatch.setitem(bench.LIMITS, "float16", 0.0)
+    assert bench.check_one(chip, (dims, ("float16", "float16"), masked))[0] == "FAIL"
+
+
 def test_everything_but_the_clock(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Batches, our call, peers that are missing, table and plot, on interpreted kernels."""
 
