@@ -29,8 +29,11 @@ from sglang_pdd.kernels.tiles import FP8, MLA, TILES, Arch, Chip, Shape, Tile, c
 TABLE = Path(__file__).resolve().with_name("resources.json")
 TARGETS: dict[Arch, GPUTarget] = {
     "sm80": GPUTarget("cuda", 80, 32),
+    "sm86": GPUTarget("cuda", 86, 32),
+    "sm89": GPUTarget("cuda", 89, 32),
     "sm90": GPUTarget("cuda", 90, 32),
     "sm100": GPUTarget("cuda", 100, 32),
+    "sm120": GPUTarget("cuda", 120, 32),
     "gfx942": GPUTarget("hip", "gfx942", 64),
 }
 TYPES = {

@@ -6,10 +6,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-Arch = Literal["sm80", "sm90", "sm100", "gfx942", "interpreter"]
+Arch = Literal["sm80", "sm86", "sm89", "sm90", "sm100", "sm120", "gfx942", "interpreter"]
 
 # Bytes of shared memory that one block may have, and that all blocks of a multiprocessor share.
 SHARED = {"sm80": (163 << 10, 164 << 10), "sm90": (227 << 10, 228 << 10), "sm100": (227 << 10, 228 << 10)}
+SHARED |= dict.fromkeys(("sm86", "sm89", "sm120"), (99 << 10, 100 << 10))
 SHARED["gfx942"] = (64 << 10, 64 << 10)
 REGISTERS = 64 << 10  # of a multiprocessor, 32 bits each
 MLA = (576, 512)
@@ -33,9 +34,11 @@ def chip_of(major: int, minor: int, cores: int, gfx: str = "") -> Chip:
         if gfx.startswith("gfx942"):
             return Chip("gfx942", cores)
         raise Unsupported(f"{gfx}: tiles are known for gfx942")
-    found: dict[tuple[int, int], Arch] = {(8, 0): "sm80", (9, 0): "sm90", (10, 0): "sm100", (10, 3): "sm100"}
+    found: dict[tuple[int, int], Arch] = {(8, 0): "sm80", (8, 6): "sm86", (8, 9): "sm89", (9, 0): "sm90"}
+    found |= {(10, 0): "sm100", (10, 3): "sm100", (12, 0): "sm120", (12, 1): "sm120"}
     if (major, minor) not in found:
-        raise Unsupported(f"compute capability {major}.{minor}: tiles are known for 8.0, 9.0, 10.0 and 10.3")
+        known = ", ".join(f"{a}.{b}" for a, b in found)
+        raise Unsupported(f"compute capability {major}.{minor}: tiles are known for {known}")
     return Chip(found[major, minor], cores)
 
 
@@ -94,6 +97,16 @@ def halves(dim: int) -> tuple[int, int]:
     return high, low
 
 
+# For chips with 99 KiB of shared memory a block.
+_SMALL: dict[tuple[int, int], tuple[Tile, ...]] = {
+    (64, 64): (Tile(16, 64, 4, 3, 2), Tile(64, 64, 4, 3, 2), Tile(128, 64, 8, 3, 1, True)),
+    (80, 80): (Tile(16, 32, 4, 4, 2), Tile(64, 32, 4, 3, 2), Tile(128, 32, 8, 3, 1, True)),
+    (96, 96): (Tile(16, 32, 4, 4, 2), Tile(64, 32, 4, 3, 2), Tile(128, 32, 8, 3, 1, True)),
+    (128, 128): (Tile(16, 32, 4, 3, 2), Tile(64, 32, 8, 3, 1), Tile(128, 32, 8, 3, 1)),
+    (192, 128): (Tile(16, 32, 4, 3, 2), Tile(64, 32, 8, 3, 1), Tile(128, 32, 8, 3, 1)),
+    (256, 256): (Tile(16, 32, 8, 3, 1), Tile(64, 32, 8, 2, 1)),
+    (576, 512): (Tile(16, 32, 8, 3, 1), Tile(32, 32, 8, 3, 1)),
+}
 # Arch -> (qk_dim, v_dim) -> tiles. The small tiles wait for memory: what counts is how much is under way, about
 # ``per_core * (stages - 2)`` KV tiles, so they read masks they need not and take three stages and more. The large one
 # has the multiprocessor to itself. Spills, registers and shared memory: resources.json.
@@ -107,6 +120,9 @@ TILES: dict[Arch, dict[tuple[int, int], tuple[Tile, ...]]] = {
         (256, 256): (Tile(16, 32, 8, 3, 2), Tile(64, 32, 8, 3, 1)),
         (576, 512): (Tile(16, 32, 8, 3, 1), Tile(32, 32, 8, 3, 1)),
     },
+    "sm86": _SMALL,
+    "sm89": _SMALL,
+    "sm120": _SMALL,
     "sm90": {
         (64, 64): (Tile(16, 64, 4, 4, 4), Tile(64, 64, 4, 4, 3), Tile(128, 64, 8, 4, 1, True)),
         (80, 80): (Tile(16, 32, 4, 5, 3), Tile(64, 64, 4, 4, 2), Tile(128, 64, 8, 4, 1, True)),
@@ -142,6 +158,9 @@ FP8_TILES: dict[tuple[Arch, tuple[int, int]], tuple[Tile, ...]] = {
 }
 FP8: dict[Arch, tuple[str, ...]] = {
     "sm80": ("float8_e5m2",),
+    "sm86": ("float8_e5m2",),
+    "sm89": ("float8_e4m3fn", "float8_e5m2"),
+    "sm120": ("float8_e4m3fn", "float8_e5m2"),
     "sm90": ("float8_e4m3fn", "float8_e5m2"),
     "sm100": ("float8_e4m3fn", "float8_e5m2"),
     "gfx942": ("float8_e4m3fnuz",),

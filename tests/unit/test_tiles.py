@@ -57,7 +57,8 @@ def test_chips() -> None:
     assert chip_of(9, 0, 132) == H200
     assert chip_of(10, 3, 148).arch == "sm100"
     assert chip_of(9, 4, 304, "gfx942:sramecc+:xnack-") == Chip("gfx942", 304)
-    for capability in ((7, 5), (8, 9), (12, 0)):
+    assert chip_of(8, 9, 142).arch == "sm89" and chip_of(12, 1, 48).arch == "sm120"
+    for capability in ((7, 5), (8, 7), (11, 0)):
         with pytest.raises(Unsupported):
             chip_of(*capability, 100)
     with pytest.raises(Unsupported):
