@@ -16,7 +16,8 @@ def _sum(values, condition):
     return tl.sum(tl.where(condition, values, 0))
 
 
-@triton.jit(do_not_specialize=["n_requests", "ctas", "window", "part_base"])  # all batches, one compilation
+# One compilation for all batches.
+@triton.jit(do_not_specialize=["n_requests", "above", "up_to", "ctas", "window", "part_base"])
 def plan_kernel(
     qo_indptr,
     kv_indptr,
@@ -25,6 +26,8 @@ def plan_kernel(
     requests,
     request_of,
     n_requests,
+    above,
+    up_to,
     ctas,
     window,
     part_base,
@@ -32,8 +35,6 @@ def plan_kernel(
     GROUP: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
-    ABOVE: tl.constexpr,
-    UP_TO: tl.constexpr,
     WAVES: tl.constexpr,
     ITEM: tl.constexpr,
     REQUEST: tl.constexpr,
@@ -41,7 +42,7 @@ def plan_kernel(
 ):
     """Grid: one program a request; each finds the same division and writes down its own request's part of it.
 
-    Serves the requests with ``ABOVE < rows <= UP_TO``. Writes their ``items`` ``[*, ITEM]``, the number of items into
+    Serves the requests with ``above < rows <= up_to``. Writes their ``items`` ``[*, ITEM]``, the number of items into
     ``count``, ``requests`` ``[n_requests, REQUEST]``, and their tokens' request into ``request_of`` ``[tokens]``.
     """
     me = tl.program_id(0)
@@ -53,7 +54,7 @@ def plan_kernel(
 
     # The edge is everything from the last full tile of the prefix on: always with the last split.
     rows = q_len * GROUP
-    served = (rows > ABOVE) & (rows <= UP_TO)
+    served = (rows > above) & (rows <= up_to)
     q_tiles = tl.where(served, tl.cdiv(rows, BLOCK_M), 0)
     full = prefix // BLOCK_N
     first = tl.where(window >= 0, tl.maximum(prefix - window, 0) // BLOCK_N, 0)

@@ -118,7 +118,7 @@ def compile_attention(build: Build) -> CompiledKernel:
 def compile_others(arch: Arch) -> Iterator[tuple[str, CompiledKernel]]:
     """The plan, the merge and the write kernel, in their largest form."""
     types = dict.fromkeys(plan_kernel.arg_names[:6], "*i32")
-    constants: dict[str, Any] = {"HEADS": 8, "GROUP": 4, "BLOCK_M": 16, "BLOCK_N": 64, "ABOVE": 0, "UP_TO": 16}
+    constants: dict[str, Any] = {"HEADS": 8, "GROUP": 4, "BLOCK_M": 16, "BLOCK_N": 64}
     constants |= {"WAVES": WAVES, "ITEM": ITEM, "REQUEST": REQUEST, "BLOCK_B": 1024}
     yield "plan", _compile(arch, plan_kernel, types, constants, 4, 3)
     types = {"out_ptr": "*bf16", "part_ptr": "*fp32", "part_lse_ptr": "*fp32", "sinks_ptr": "*bf16"}

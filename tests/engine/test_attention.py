@@ -105,33 +105,42 @@ def test_layers_that_mean_something_else() -> None:
     assert not triton_backend._known(half), "no scale for values"
 
 
+FIRST, OTHER = tasks.cold(1, 300, 6), tasks.cold(4, 200, 6)
+MIXED = tasks.follow_up(FIRST, 2, 14, 6)
+ALONE = tasks.follow_up(MIXED, 3, 14, 6)
+
+
+def ask_all(spec: Cluster, logs: Path) -> tuple[list[Answer], str | None]:
+    """A follow-up brings few tokens over a cached prefix: once in one pass with a running decode, once alone.
+
+    Also returns what the log says of our kernel.
+    """
+    with spec.launch(logs) as running, ThreadPoolExecutor(1) as pool:
+        decodes = threading.Event()
+        got = [generate(running.url, FIRST.prompt, 6)]
+        # SGLang mixes no request that wants logprobs.
+        job = pool.submit(
+            generate, running.url, OTHER.prompt, 12, logprobs=False, on_reply=lambda _: decodes.set(), ignore_eos=True
+        )
+        assert decodes.wait(120)
+        got += [generate(running.url, MIXED.prompt, 6, logprobs=False), job.result()]
+        got += [generate(running.url, ALONE.prompt, 6)]
+        assert running.single is not None
+        first_batch = re.search(r"first batch for our attention kernel: (.*)", running.single.log.read_text())
+        return got, first_batch and first_batch[1]
+
+
 def test_extends_get_the_tokens_of_torch_native(tmp_path: Path) -> None:
-    """A follow-up brings few tokens over a cached prefix: once in one pass with a running decode, once alone."""
-    first, other = tasks.cold(1, 300, 6), tasks.cold(4, 200, 6)
-    mixed = tasks.follow_up(first, 2, 14, 6)
-    alone = tasks.follow_up(mixed, 3, 14, 6)
-    answers: dict[str, list[Answer]] = {}
-    for name, spec in (("ours", OURS), ("theirs", Cluster(kind="single"))):
-        with spec.launch(tmp_path / name) as running:
-            url, decodes = running.url, threading.Event()
-
-            def see(answer: Answer, decodes: threading.Event = decodes) -> None:
-                if len(answer.ids) >= 2:
-                    decodes.set()
-
-            got = [generate(url, first.prompt, 6)]
-            with ThreadPoolExecutor(1) as pool:  # SGLang mixes no request that wants logprobs
-                job = pool.submit(generate, url, other.prompt, 12, logprobs=False, on_reply=see, ignore_eos=True)
-                assert decodes.wait(120)
-                got += [generate(url, mixed.prompt, 6, logprobs=False), job.result()]
-            answers[name] = [*got, generate(url, alone.prompt, 6)]
-            assert running.single is not None
-            first_batch = re.search(r"first batch for our attention kernel: (.*)", running.single.log.read_text())
-            assert (name == "ours") == (first_batch is not None)
-            assert first_batch is None or re.fullmatch(r"\[\d\d, 1\]", first_batch[1]), first_batch[1]
-    for ours, theirs in zip(answers["ours"], answers["theirs"], strict=True):
-        assert ours.ids == theirs.ids
-        assert max((abs(a - b) for a, b in zip(ours.logprobs, theirs.logprobs, strict=True)), default=0) < 1e-3
+    with ThreadPoolExecutor(2) as pool:
+        jobs = [
+            pool.submit(ask_all, spec, tmp_path / name)
+            for name, spec in (("ours", OURS), ("theirs", Cluster("single")))
+        ]
+        (ours, batch), (theirs, none) = (job.result() for job in jobs)
+    assert none is None and batch is not None and re.fullmatch(r"\[\d\d, 1\]", batch)
+    for our, their in zip(ours, theirs, strict=True):
+        assert our.ids == their.ids
+        assert max((abs(a - b) for a, b in zip(our.logprobs, their.logprobs, strict=True)), default=0) < 1e-3
 
 
 @pytest.mark.full

@@ -68,8 +68,7 @@ OPTIONS = {
 }
 
 
-@pytest.mark.parametrize("write", [True, False], ids=["writes", "written"])
-@pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.parametrize("name, write", zip(OPTIONS, itertools.cycle((True, False)), strict=False))
 def test_options(name: str, write: bool) -> None:
     options = dict(OPTIONS[name])
     shape = small()
