@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -26,6 +28,14 @@ def test_arithmetic() -> None:
     assert case.bytes == pytest.approx(256 << 20, rel=0.01)
     assert case.flops == pytest.approx(4 * 16 * 32 * 128 * (1 << 16), rel=0.001)
     assert Case("MLA", "", (1,), (1 << 16,)).bytes == pytest.approx(2 * 576 * (1 << 16), rel=0.01)
+
+
+def test_it_needs_only_torch_and_triton() -> None:
+    """In a checkout, where nothing of this package's is installed."""
+    code = "import sys, sglang_pdd.kernels.bench; print({'sglang', 'zmq', 'msgpack', 'matplotlib'} & set(sys.modules))"
+    root = Path(__file__).parents[2]
+    done = subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "set()"
 
 
 def test_on_a_cpu_it_says_what_it_cannot_do(capsys: pytest.CaptureFixture[str]) -> None:
