@@ -91,6 +91,14 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     add("--prompt-tokens", type=int, default=384, help="of the relayed request (default: %(default)s)")
     add("--eager-tokens", type=int, default=150, help="to be relayed, about (default: %(default)s)")
     add("--own-tokens", type=int, default=150, help="main decode's afterwards (default: %(default)s)")
+    add(
+        "--step-ms",
+        type=float,
+        default=0,
+        metavar="MS",
+        help="let every forward pass of relay and main decode take at least so long, as that of a large model does; "
+        "the cores are free meanwhile (default: as fast as it goes)",
+    )
     add("--wan-rate", help="e.g. 10mbit; default: such that about --eager-tokens are relayed")
     add(
         "--margin-ms", type=float, default=100, help="before and after that count as the handoff (default: %(default)s)"
@@ -140,6 +148,7 @@ def part_b(args: argparse.Namespace, say: handoff_gap.Say) -> dict[str, Any]:
         prompt_tokens=args.prompt_tokens,
         eager_tokens=args.eager_tokens,
         own_tokens=args.own_tokens,
+        step_ms=args.step_ms,
         wan_rate=args.wan_rate,
         page_size=args.page_size,
         router=args.router,
