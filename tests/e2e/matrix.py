@@ -67,7 +67,7 @@ FULL_SEAM = {"full-seam-sync": _seam(overlap=False, page_size=16)}
 NUMERICS = {"triton": _seam("--attention-backend", "triton", env={"TRITON_INTERPRET": "1"})}
 # MD has room for a few requests, and takes one back now and then.
 RETRACT = {"SGLANG_TEST_RETRACT": "1", "SGLANG_TEST_RETRACT_INTERVAL": "40"}
-TIGHT = {"tight": _seam("--max-total-tokens", "700", seeds=False, env=RETRACT)}
+TIGHT = {"tight": _seam("--max-total-tokens", "700", "--enable-priority-scheduling", seeds=False, env=RETRACT)}
 WITH_FORCE = (*SEAM, *NUMERICS, *TIGHT, *FULL_SEAM)
 WITH_FLIP = ("faults",)
 WITH_KEYS = ("faults",)
