@@ -102,10 +102,10 @@ _SMALL: dict[tuple[int, int], tuple[Tile, ...]] = {
     (64, 64): (Tile(16, 64, 4, 3, 2), Tile(64, 64, 4, 3, 2), Tile(128, 64, 8, 3, 1, True)),
     (80, 80): (Tile(16, 32, 4, 4, 2), Tile(64, 32, 4, 3, 2), Tile(128, 32, 8, 3, 1, True)),
     (96, 96): (Tile(16, 32, 4, 4, 2), Tile(64, 32, 4, 3, 2), Tile(128, 32, 8, 3, 1, True)),
-    (128, 128): (Tile(16, 32, 4, 3, 2), Tile(64, 32, 8, 3, 1), Tile(128, 32, 8, 3, 1)),
+    (128, 128): (Tile(16, 32, 4, 3, 2), Tile(64, 32, 4, 3, 1), Tile(128, 32, 8, 3, 1)),
     (192, 128): (Tile(16, 32, 4, 3, 2), Tile(64, 32, 8, 3, 1), Tile(128, 32, 8, 3, 1)),
     (256, 256): (Tile(16, 32, 8, 3, 1), Tile(64, 32, 8, 2, 1)),
-    (576, 512): (Tile(16, 32, 8, 3, 1), Tile(32, 32, 8, 3, 1)),
+    (576, 512): (Tile(16, 32, 8, 2, 1), Tile(32, 32, 8, 3, 1)),
 }
 # Arch -> (qk_dim, v_dim) -> tiles. The small tiles wait for memory: what counts is how much is under way, about
 # ``per_core * (stages - 2)`` KV tiles, so they read masks they need not and take three stages and more. The large one
@@ -122,7 +122,7 @@ TILES: dict[Arch, dict[tuple[int, int], tuple[Tile, ...]]] = {
     },
     "sm86": _SMALL,
     "sm89": _SMALL,
-    "sm120": _SMALL,
+    "sm120": {**_SMALL, (96, 96): (Tile(16, 64, 4, 2, 3), *_SMALL[96, 96][1:])},
     "sm90": {
         (64, 64): (Tile(16, 64, 4, 4, 4), Tile(64, 64, 4, 4, 3), Tile(128, 64, 8, 4, 1, True)),
         (80, 80): (Tile(16, 32, 4, 5, 3), Tile(64, 64, 4, 4, 2), Tile(128, 64, 8, 4, 1, True)),
