@@ -11,7 +11,7 @@ help:
 	@echo "make lint       ruff and mypy"
 	@echo "make test       lint, unit, engine and end-to-end tests (under 30 minutes on 2 cores)"
 	@echo "make test-unit  no server: seconds"
-	@echo "make test-kernels  the kernels, interpreted and compiled ahead of time: minutes"
+	@echo "make test-kernels  the kernels, interpreted and compiled ahead of time: a minute"
 	@echo "make test-full  everything, also what is marked slow"
 	@echo "make demo       three roles and a router on this machine"
 	@echo "make bench-handoff  what a handoff costs: over a WAN, and to a user (about an hour; root; ARGS=--help)"
