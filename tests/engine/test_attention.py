@@ -68,6 +68,18 @@ def test_where_the_kernel_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
             backend(plain, **option)._usable_chip()
 
 
+def test_a_compiler_that_fails(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """The server starts all the same, with SGLang's kernels."""
+    stock = vars(backend(mha_pool(UnquantizedKVCacheMethod)))
+    monkeypatch.setattr(triton_backend.TritonAttnBackend, "__init__", lambda self, runner: vars(self).update(stock))
+    monkeypatch.setattr(triton_backend, "this_chip", lambda: H200)
+    layers = torch.nn.ModuleList([torch.nn.Linear(1, 1)])
+    assert PddTritonAttnBackend(SimpleNamespace(model=layers, dtype=BF16)).chip == H200
+    broken = SimpleNamespace(model=SimpleNamespace(modules=lambda: 1 / 0), dtype=BF16)
+    assert PddTritonAttnBackend(broken).chip is None
+    assert "cannot be compiled here" in caplog.text
+
+
 BF16, FP8 = torch.bfloat16, torch.float8_e4m3fn
 
 
