@@ -465,6 +465,11 @@ class Plan:
             )
 
 
+def _aligned(x: torch.Tensor) -> bool:
+    """The compiler was promised so."""
+    return not (x.data_ptr() | x.stride(0) * x.element_size() | x.stride(1) * x.element_size()) % 16
+
+
 def extend_decode(
     q: torch.Tensor,
     k_new: torch.Tensor,
@@ -489,12 +494,13 @@ def extend_decode(
     ``new_slots`` ``[tokens]``: where the new tokens go; with ``write`` False they are there already.
     ``kv_indices``: the prefixes' slots, packed as the plan's ``kv_indptr`` says. ``out`` ``[tokens, heads, v_dim]`` and
     ``lse`` ``[tokens, heads]`` (fp32) are written in full. An fp8 pool holds ``k / k_scale`` and ``v / v_scale``.
-    Tokens and heads may be strided, the last dimension of each tensor is dense.
+    Tokens and heads may be strided; the last dimension of each tensor is dense and its rows begin at 16 bytes.
     """
     shape = plan.shape
     tokens = q.shape[0]
     assert tokens <= plan.max_tokens and plan.qo_indptr is not None, "the plan was made for another batch"
     assert all(x.stride(-1) == 1 for x in (q, k_new, v_new, k_pool, v_pool, out)), "rows must be dense"
+    assert all(_aligned(x) for x in (k_new, v_new, k_pool, v_pool)), "rows must be aligned: they are copied so"
     (k0, k1), (v0, v1) = halves(shape.qk_dim), halves(shape.v_dim)
     dims = {"K0": k0, "K1": k1, "V0": v0, "V1": v1, "LATENT": shape.latent}
     kv_strides = [n for x in (k_new, v_new, k_pool, v_pool) for n in x.stride()[:2]]
