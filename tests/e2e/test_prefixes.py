@@ -1,0 +1,178 @@
+"""KV that is still on its way is shared: one transfer, whoever asks, and whatever becomes of who asked first."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import secrets
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import requests
+import tasks
+from checks import Served, limit, wait
+from client import Answer, generate
+from cluster import HOST, MODEL
+from matrix import COLD_TOKENS, LAYOUTS
+from test_disconnect import Caller
+
+_seeds = itertools.count(70_000)
+
+SHARED, OWN = 2700, 300  # tokens of a prompt
+SLACK = 1.05
+
+
+def _bytes_per_token() -> int:
+    config = json.loads((MODEL / "config.json").read_text())
+    head = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
+    return int(2 * config["num_hidden_layers"] * config["num_key_value_heads"] * head * 4)
+
+
+def _family(count: int) -> list[tasks.Task]:
+    """Prompts that no server has seen and that share nine tenths."""
+    parent = tasks.cold(next(_seeds), SHARED - 100, 100)
+    return [tasks.follow_up(parent, i, OWN, 40) for i in range(count)]
+
+
+def _page(served: Served) -> int:
+    return served.cluster.spec.page_size
+
+
+def _sent(served: Served) -> float:
+    """KV bytes that have crossed the WAN in this test, in tokens."""
+    return served.grown("prefill", "wan.bytes") / _bytes_per_token()
+
+
+def _ask_all(served: Served, family: Sequence[tasks.Task], pool: ThreadPoolExecutor) -> list[Future[Answer]]:
+    for task in family:
+        served.reference.answer(task.prompt, limit(task))
+    return [pool.submit(served.ask, task) for task in family]
+
+
+@pytest.mark.on(*LAYOUTS, "many")
+def test_eight_at_once_on_one_new_prefix(served: Served) -> None:
+    family = _family(8)
+    with ThreadPoolExecutor(8) as pool:
+        for job in _ask_all(served, family, pool):
+            job.result()
+    served.settle()
+    assert served.grown("main", "drc.followers") >= 1
+    assert _sent(served) <= SLACK * (SHARED + 8 * OWN)
+
+
+def _lead(served: Served, task: tasks.Task) -> tuple[str, int]:
+    """Send a request past the router; returns its id on P and its room once its KV is on its way."""
+    rid, room = f"leader-{secrets.token_hex(8)}", secrets.randbits(62)
+    place = {"bootstrap_host": HOST, "bootstrap_port": served.cluster.bootstrap_ports[0], "bootstrap_room": room}
+    prefill = Caller(served.cluster.prefills[0].url, task.prompt, rid=f"{rid}-P", **place)
+    main = Caller(served.cluster.mains[0].url, task.prompt, rid=f"{rid}-MD", **place)
+    _leaders.append((prefill, main))
+    served.wait_for("prefill", "wan_sent", room=room)
+    return rid, room
+
+
+_leaders: list[tuple[Caller, Caller]] = []  # their connections stay open
+
+
+def _followers(served: Served, family: Sequence[tasks.Task], pool: ThreadPoolExecutor) -> list[Future[Answer]]:
+    before = len(served.events("main", "follows"))
+    jobs = _ask_all(served, family, pool)
+    wait(lambda: len(served.events("main", "follows")) >= before + len(family) or None, 30, "followers")
+    return jobs
+
+
+@pytest.mark.on(*LAYOUTS)
+def test_the_leaders_client_hangs_up(served: Served) -> None:
+    """Its transfer goes on for those who follow."""
+    leader, *others = _family(4)
+    for task in others:
+        served.reference.answer(task.prompt, limit(task))
+    with ThreadPoolExecutor(4) as pool:
+        rid, room = _lead(served, leader)
+        jobs = _followers(served, others, pool)
+        assert not served.events("main", "landed", room=room)
+        requests.post(f"{served.cluster.mains[0].url}/abort_request", json={"rid": f"{rid}-MD"}, timeout=30)
+        for job in jobs:
+            job.result()
+    served.settle()
+    assert served.grown("main", "drc.refetched") == 0
+    assert _sent(served) <= SLACK * (SHARED + 4 * OWN)
+
+
+@pytest.mark.on(*LAYOUTS)
+def test_the_leaders_transfer_fails(served: Served) -> None:
+    """Those who follow fetch what they miss of it again, once."""
+    leader, *others = _family(4)
+    for task in others:
+        served.reference.answer(task.prompt, limit(task))
+    with ThreadPoolExecutor(4) as pool:
+        rid, room = _lead(served, leader)
+        jobs = _followers(served, others, pool)
+        assert not served.events("main", "landed", room=room)
+        requests.post(f"{served.cluster.prefills[0].url}/abort_request", json={"rid": f"{rid}-P"}, timeout=30)
+        for job in jobs:
+            job.result()
+    served.settle()
+    page = _page(served)
+    assert served.grown("main", "drc.refetched") == SHARED // page * page
+    assert served.grown("main", "drc.refetches_failed") == 0
+
+
+@pytest.mark.on(*LAYOUTS)
+def test_only_what_is_new_crosses(served: Served) -> None:
+    """Prompt, relayed tokens and MD's own are all there when the next turn comes, to the page."""
+    page = _page(served)
+    task = tasks.cold(next(_seeds), COLD_TOKENS, 640)
+    answer = served.ask(task)
+    assert served.story(answer)[0]["RLD"] and served.story(answer)[0]["MD"]
+    for seed in range(2):
+        served.settle()
+        served.begin()
+        known = (task.prompt_tokens + task.answer_tokens) // page * page
+        task = tasks.follow_up(task, seed, 60, 20)
+        answer = served.ask(task)
+        assert served.wait_for("main", "opened", rid=answer.rid)["hit"] == known
+        served.settle()
+        assert _sent(served) <= task.prompt_tokens - known + page
+
+
+def test_a_prompt_that_lands_after_its_answer_is_kept(served: Served) -> None:
+    task = tasks.cold(next(_seeds), COLD_TOKENS, 8)
+    served.ask(task)
+    assert served.grown("main", "finished_before_landing") == 1
+    served.settle()
+    assert served.grown("main", "drc.kept") == 1
+    again = tasks.follow_up(task, 1, 60, 20)
+    answer = served.ask(again)
+    page = _page(served)
+    assert served.wait_for("main", "opened", rid=answer.rid)["hit"] >= COLD_TOKENS // page * page
+
+
+def test_a_prompt_for_nobody_gives_way(served: Served) -> None:
+    """An answer has ended, its KV is still coming, and somebody else wants the link."""
+    late, other = tasks.cold(next(_seeds), 7000, 8), tasks.cold(next(_seeds), COLD_TOKENS, 40)
+    served.ask(late)
+    served.ask(other)
+    served.settle()
+    assert served.grown("main", "drc.kept") <= 1
+    assert _sent(served) < 7000 + COLD_TOKENS
+
+
+def test_a_follower_hangs_up(served: Served) -> None:
+    leader, *others = _family(3)
+    for task in (leader, *others):
+        served.reference.answer(task.prompt, limit(task))
+    with ThreadPoolExecutor(2) as pool:
+        lead = pool.submit(served.ask, leader)
+        wait(lambda: served.events("main", "opened", prompt_tokens=SHARED + OWN)[-1:] or None, 30, "the leader")
+        gone = generate(served.cluster.url, others[0].prompt, limit(others[0]), on_reply=lambda _: False)
+        served.wait_for("main", "follows", room=served.room(gone.rid))
+        follow = pool.submit(served.ask, others[1])
+        lead.result()
+        follow.result()
+
+
+def _state(served: Served) -> dict[str, Any]:
+    return served.cluster.state(served.cluster.mains[0])
