@@ -1,7 +1,7 @@
 """MD's pool is too small for all who come, and SGLang retracts requests now and then: all wait, none fails. Some have a
 higher priority.
 
-Sampling seeds do not count on these servers.
+Sampling seeds do not count on these servers. The prompts are made of words that mean the same to both tokenizers.
 """
 
 from __future__ import annotations
