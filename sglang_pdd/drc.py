@@ -110,7 +110,7 @@ class Pending:
         """So many of the transfer's own pages have landed, in the order of the prompt; None: all of them."""
         transfer = self._transfers[room]
         now = len(transfer.own) if landed is None else landed
-        if now <= transfer.landed or transfer.failed:
+        if now <= transfer.landed:
             return
         self._writer[transfer.own[transfer.landed : now]] = _FREE
         transfer.landed = now

@@ -7,11 +7,11 @@ import json
 import secrets
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any
 
 import pytest
 import requests
 import tasks
+from breaks import order_break
 from checks import Served, limit, wait
 from client import Answer, generate
 from cluster import HOST, MODEL
@@ -108,10 +108,11 @@ def test_the_leaders_transfer_fails(served: Served) -> None:
     for task in others:
         served.reference.answer(task.prompt, limit(task))
     with ThreadPoolExecutor(4) as pool:
-        rid, room = _lead(served, leader)
+        _, room = _lead(served, leader)
         jobs = _followers(served, others, pool)
         assert not served.events("main", "landed", room=room)
-        requests.post(f"{served.cluster.prefills[0].url}/abort_request", json={"rid": f"{rid}-P"}, timeout=30)
+        order = order_break(served.cluster.spec, room)
+        wait(lambda: not order.exists() or None, 10, "the transfer to break")
         for job in jobs:
             job.result()
     served.settle()
@@ -172,7 +173,3 @@ def test_a_follower_hangs_up(served: Served) -> None:
         follow = pool.submit(served.ask, others[1])
         lead.result()
         follow.result()
-
-
-def _state(served: Served) -> dict[str, Any]:
-    return served.cluster.state(served.cluster.mains[0])

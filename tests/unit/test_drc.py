@@ -14,7 +14,7 @@ from sglang_pdd.drc import BINS, Pending, Refetch, hit_bin
 
 POOL = 24
 Text = tuple[int, ...]  # a page holds one token here
-STEPS, RUNS = 60, 200
+STEPS, RUNS = 60, 400
 
 
 @dataclass(eq=False)
@@ -72,6 +72,8 @@ class _Request:
 
 class Machine(RuleBasedStateMachine):
     """Everything that SGLang's queues and the network may do, in any order."""
+
+    steps = 0
 
     def __init__(self) -> None:
         super().__init__()
@@ -252,6 +254,7 @@ class Machine(RuleBasedStateMachine):
 
     @invariant()
     def every_page_has_one_owner(self) -> None:
+        Machine.steps += 1
         owned = sorted(self.free + [n.page for _, n in self.tree.nodes()])
         assert owned == list(range(POOL))
 
@@ -308,7 +311,7 @@ class Machine(RuleBasedStateMachine):
 
 def test_anything_in_any_order() -> None:
     """At least 10,000 steps."""
-    assert STEPS * RUNS >= 10_000
+    Machine.steps = 0
     run_state_machine_as_test(
         Machine,
         settings=settings(
@@ -318,6 +321,7 @@ def test_anything_in_any_order() -> None:
             suppress_health_check=list(HealthCheck),
         ),
     )
+    assert Machine.steps >= 10_000
 
 
 def _row(*pages: int) -> np.ndarray:
@@ -330,6 +334,8 @@ def test_a_follower_waits_for_what_it_shares() -> None:
     assert pending.begin(2, _row(0, 1, 8), 2) == (2, ())
     pending.progress(2)
     assert not pending.ready(2) and pending.followed(1)
+    pending.progress(1, 1)
+    assert not pending.ready(2)
     pending.progress(1, 2)
     assert pending.ready(2) and not pending.ready(1) and not pending.followed(1)
 
