@@ -72,7 +72,7 @@ class MainSeam(ingress.Seam):
         self._leaving: list[Any] = []  # finished while a pass over them was in flight
         self._passed = False  # the last step was an extend pass
         self._sat_out = False  # and the running decodes were not in it
-        self._late: list[Any] = []  # transfers of requests that have ended, for whom lands there
+        self._late: list[Any] = []  # transfers of requests that have ended
         self.machine = Main(self.counters, scheduler.model_config.vocab_size)
         self.prefixes = Prefixes(scheduler, self.counters, self.timeline, self.machine.ignore)
         if self.rank == 0:
@@ -200,19 +200,18 @@ class MainSeam(ingress.Seam):
 
     def _give_way(self) -> None:
         """Nobody reads what these bring, yet: they end when others want the link or the pool."""
-        scheduler = self.scheduler
-        queue = scheduler.disagg_decode_transfer_queue.queue
+        queue = self.scheduler.disagg_decode_transfer_queue.queue
         here = {id(t) for t in queue}
         self._late = [t for t in self._late if id(t) in here]
-        if len(queue) == len(self._late) and not scheduler.disagg_decode_prealloc_queue.queue:
+        if len(queue) == len(self._late) and not self.scheduler.disagg_decode_prealloc_queue.queue:
             return
-        for transfer in self._late:
-            receiver = transfer.kv_receiver
-            if receiver.conclude_state is None and not self.prefixes.followed(transfer):
-                # P may still write into these pages: SGLang holds them until P acknowledges the abort.
-                receiver.abort()
-                # With its reason taken away SGLang logs the end of this transfer as somebody else's, not as an error.
-                receiver.kv_mgr.failure_records.pop(transfer.req.bootstrap_room, None)
+        late, self._late = self._late, [t for t in self._late if self.prefixes.followed(t)]
+        spared = {id(t) for t in self._late}
+        for transfer in [t for t in late if id(t) not in spared]:
+            # P may still write into these pages: SGLang holds them until P acknowledges the abort.
+            transfer.kv_receiver.abort()
+            # With its reason taken away SGLang logs the end of this transfer as somebody else's, not as an error.
+            transfer.kv_receiver.kv_mgr.failure_records.pop(transfer.req.bootstrap_room, None)
 
     def commit(self, original: Callable[..., None], queue: Any, transfer: Any) -> None:
         """The KV is here. SGLang's commit appends the first token; if MD has that already, it must not do so again."""

@@ -250,6 +250,21 @@ def test_a_refetch_outlives_its_followers(main: Main) -> None:
     assert main.at_rest() and main.world.cache.evictable_size() == 2 * PAGE
 
 
+def test_what_had_landed_is_kept(main: Main) -> None:
+    """Of a transfer that says how far it has come."""
+    leader, follower = main.admit(text(1, 2, 3)), main.admit(text(1, 2, 4))
+    main.world.cache.pending.progress(leader.req.bootstrap_room, 1)
+    leader.kv_receiver.abort()
+    main.step()
+    (copy,) = main.copies()
+    assert copy.sent is not None and copy.sent[2] == PAGE and main.world.cache.evictable_size() == 0
+    follower.kv_receiver.abort()
+    copy.abort()
+    for _ in range(4):
+        main.step()
+    assert main.at_rest() and main.world.cache.evictable_size() == PAGE
+
+
 def test_a_room_that_is_taken(main: Main) -> None:
     first = main.admit(text(1, 2), room=7)
     second = main.admit(text(1, 2, 3), room=7)
