@@ -179,15 +179,15 @@ class Pending:
     def _refetch(self, heirs: list[_Transfer]) -> Iterator[Refetch]:
         """Begin transfers that fill the dead pages on the ways of ``heirs``; the longest first, it serves others."""
         needs = [(np.flatnonzero(self._writer[t.row[: t.start]] == _DEAD), t) for t in heirs]
-        for positions, heir in sorted(needs, key=lambda need: -len(need[0])):
-            positions = positions[self._writer[heir.row[positions]] == _DEAD]
-            if not len(positions):
-                continue
-            start, end = int(positions[0]), int(positions[-1]) + 1
-            heir.last = room = self._room_after(heir)
-            self._transfers[room] = _Transfer(room, heir.row[:end], start)
-            self._writer[heir.row[start:end]] = room
-            yield Refetch(room, heir.room, start, end)
+        for needed, heir in sorted(needs, key=lambda need: -len(need[0])):
+            needed = needed[self._writer[heir.row[needed]] == _DEAD]
+            for run in np.split(needed, np.flatnonzero(np.diff(needed) > 1) + 1):
+                if len(run):
+                    start, end = int(run[0]), int(run[-1]) + 1
+                    heir.last = room = self._room_after(heir)
+                    self._transfers[room] = _Transfer(room, heir.row[:end], start)
+                    self._writer[heir.row[start:end]] = room
+                    yield Refetch(room, heir.room, start, end)
 
     def _room_after(self, heir: _Transfer) -> int:
         """All ranks name it alike, and no room is used twice."""
