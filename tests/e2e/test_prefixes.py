@@ -5,8 +5,9 @@ from __future__ import annotations
 import itertools
 import json
 import secrets
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 
 import pytest
 import requests
@@ -15,13 +16,14 @@ from breaks import order_break
 from checks import Served, limit, wait
 from client import Answer, generate
 from cluster import HOST, MODEL
-from matrix import COLD_TOKENS, LAYOUTS
+from matrix import ANSWER_TOKENS, COLD_TOKENS, LAYOUTS
 from test_disconnect import Caller
 
 _seeds = itertools.count(70_000)
 
 SHARED, OWN = 2700, 300  # tokens of a prompt
 SLACK = 1.05
+MARKS = 8  # tokens that two turns can begin with alike; and the size of what crosses with a prompt's KV
 
 
 def _bytes_per_token() -> int:
@@ -62,18 +64,17 @@ def test_eight_at_once_on_one_new_prefix(served: Served) -> None:
     assert _sent(served) <= SLACK * (SHARED + 8 * OWN)
 
 
-def _lead(served: Served, task: tasks.Task) -> tuple[str, int]:
-    """Send a request past the router; returns its id on P and its room once its KV is on its way."""
-    rid, room = f"leader-{secrets.token_hex(8)}", secrets.randbits(62)
+@contextmanager
+def _leading(served: Served, task: tasks.Task) -> Iterator[tuple[str, int]]:
+    """A request past the router, whose KV is on its way: its id on MD, and its room."""
+    rid, room = secrets.token_hex(8), secrets.randbits(62)
     place = {"bootstrap_host": HOST, "bootstrap_port": served.cluster.bootstrap_ports[0], "bootstrap_room": room}
-    prefill = Caller(served.cluster.prefills[0].url, task.prompt, rid=f"{rid}-P", **place)
-    main = Caller(served.cluster.mains[0].url, task.prompt, rid=f"{rid}-MD", **place)
-    _leaders.append((prefill, main))
+    servers = (served.cluster.prefills[0], served.cluster.mains[0])
+    callers = [Caller(server.url, task.prompt, rid=rid, **place) for server in servers]
     served.wait_for("prefill", "wan_sent", room=room)
-    return rid, room
-
-
-_leaders: list[tuple[Caller, Caller]] = []  # their connections stay open
+    yield rid, room
+    for caller in callers:
+        caller.hang_up()
 
 
 def _followers(served: Served, family: Sequence[tasks.Task], pool: ThreadPoolExecutor) -> list[Future[Answer]]:
@@ -89,11 +90,10 @@ def test_the_leaders_client_hangs_up(served: Served) -> None:
     leader, *others = _family(4)
     for task in others:
         served.reference.answer(task.prompt, limit(task))
-    with ThreadPoolExecutor(4) as pool:
-        rid, room = _lead(served, leader)
+    with ThreadPoolExecutor(4) as pool, _leading(served, leader) as (rid, room):
         jobs = _followers(served, others, pool)
         assert not served.events("main", "landed", room=room)
-        requests.post(f"{served.cluster.mains[0].url}/abort_request", json={"rid": f"{rid}-MD"}, timeout=30)
+        requests.post(f"{served.cluster.mains[0].url}/abort_request", json={"rid": rid}, timeout=30)
         for job in jobs:
             job.result()
     served.settle()
@@ -107,8 +107,7 @@ def test_the_leaders_transfer_fails(served: Served) -> None:
     leader, *others = _family(4)
     for task in others:
         served.reference.answer(task.prompt, limit(task))
-    with ThreadPoolExecutor(4) as pool:
-        _, room = _lead(served, leader)
+    with ThreadPoolExecutor(4) as pool, _leading(served, leader) as (_, room):
         jobs = _followers(served, others, pool)
         assert not served.events("main", "landed", room=room)
         order = order_break(served.cluster.spec, room)
@@ -116,8 +115,7 @@ def test_the_leaders_transfer_fails(served: Served) -> None:
         for job in jobs:
             job.result()
     served.settle()
-    page = _page(served)
-    assert served.grown("main", "drc.refetched") == SHARED // page * page
+    assert SHARED // _page(served) * _page(served) <= served.grown("main", "drc.refetched") <= SHARED + MARKS
     assert served.grown("main", "drc.refetches_failed") == 0
 
 
@@ -125,7 +123,7 @@ def test_the_leaders_transfer_fails(served: Served) -> None:
 def test_only_what_is_new_crosses(served: Served) -> None:
     """Prompt, relayed tokens and MD's own are all there when the next turn comes, to the page."""
     page = _page(served)
-    task = tasks.cold(next(_seeds), COLD_TOKENS, 640)
+    task = tasks.cold(next(_seeds), COLD_TOKENS, ANSWER_TOKENS)
     answer = served.ask(task)
     assert served.story(answer)[0]["RLD"] and served.story(answer)[0]["MD"]
     for seed in range(2):
@@ -136,7 +134,7 @@ def test_only_what_is_new_crosses(served: Served) -> None:
         answer = served.ask(task)
         assert served.wait_for("main", "opened", rid=answer.rid)["hit"] == known
         served.settle()
-        assert _sent(served) <= task.prompt_tokens - known + page
+        assert _sent(served) <= task.prompt_tokens - known + page + MARKS
 
 
 def test_a_prompt_that_lands_after_its_answer_is_kept(served: Served) -> None:
@@ -163,11 +161,12 @@ def test_a_prompt_for_nobody_gives_way(served: Served) -> None:
 
 def test_a_follower_hangs_up(served: Served) -> None:
     leader, *others = _family(3)
-    for task in (leader, *others):
+    for task in (leader, others[1]):
         served.reference.answer(task.prompt, limit(task))
     with ThreadPoolExecutor(2) as pool:
+        before = len(served.events("main", "opened"))
         lead = pool.submit(served.ask, leader)
-        wait(lambda: served.events("main", "opened", prompt_tokens=SHARED + OWN)[-1:] or None, 30, "the leader")
+        wait(lambda: len(served.events("main", "opened")) > before or None, 30, "the leader")
         gone = generate(served.cluster.url, others[0].prompt, limit(others[0]), on_reply=lambda _: False)
         served.wait_for("main", "follows", room=served.room(gone.rid))
         follow = pool.submit(served.ask, others[1])
