@@ -88,6 +88,9 @@ class MainSeam(ingress.Seam):
     def relays(self) -> int:
         return sum(s.by["RLD"] > 0 for s in self._sessions.values())
 
+    def state(self) -> dict[str, Any]:
+        return {**super().state(), "pending": len(self.prefixes.cache.pending)}
+
     def run(self, command: Command) -> None:
         if isinstance(command, Emit):
             self._emit(command)
@@ -250,6 +253,7 @@ class MainSeam(ingress.Seam):
         ended = [req for req in landed if req.finished()]
         for req in ended:
             self.counters.inc("drc.kept")
+            self.timeline.event("kept", req.bootstrap_room)
             release_kv_cache(req, self.scheduler.tree_cache, checkpoint=True)
         return [req for req in landed if not req.finished()] if ended else landed
 
@@ -460,6 +464,12 @@ def after_transfers(result: list[Any], queue: Any, *args: Any, **kwargs: Any) ->
     """After ``DecodeTransferQueue.pop_transferred``."""
     seam = _seam()
     return result if seam is None else seam.after_transfers(queue, result)
+
+
+def is_idle(idle: bool, scheduler: Any, *args: Any, **kwargs: Any) -> bool:
+    """After ``Scheduler.is_fully_idle``: a flush must not give pages away that are being fetched again."""
+    seam = _seam()
+    return idle and (seam is None or not len(seam.prefixes))
 
 
 def step_begins(scheduler: Any) -> None:

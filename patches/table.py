@@ -404,6 +404,11 @@ ENTRIES: tuple[Entry, ...] = (
         "around", "main:abort_request", "a transfer that others wait for goes on", roles=("main",),
     ),
     _hook(
+        SCHEDULER, "is_fully_idle",
+        "(self, for_health_check=False, ignore_waiting=False)",
+        "after", "main:is_idle", "no flush while something is fetched again", roles=("main",),
+    ),
+    _hook(
         TRANSFER_QUEUE, "_commit_transfer_to_req",
         "(self, decode_req)",
         "around", "main:commit_transfer", "the KV has landed", roles=("main",),
