@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections import deque
 from collections.abc import Iterator
 from types import SimpleNamespace
@@ -280,3 +281,31 @@ def test_a_prompt_recomputed_by_sglang_is_not_shared(main: Main) -> None:
     main.world.admit(req)
     main.prefixes.admitted(SimpleNamespace(req=req, is_rebootstrap=True, host_staged=False), 0)
     assert main.admit(text(1, 2)).req.prefix_len == 0
+
+
+def test_a_thousand_random_aborts(main: Main) -> None:
+    chance = random.Random(0)
+    aborts = 0
+    while aborts < 1000:
+        action, flying = chance.random(), [t for t in main.queue.queue if t.kv_receiver.state != KVPoll.Failed]
+        if action < 0.6 and len(flying) < 16:
+            pages = [chance.randint(0, 1) for _ in range(chance.randint(1, 5))]
+            main.admit(text(*pages) + (9,) * chance.randint(0, PAGE - 1))
+        elif action < 0.8 and len(flying) > 3:
+            chance.choice(flying).kv_receiver.abort()
+            aborts += 1
+        elif flying:
+            done(chance.choice(flying))
+        for copy in main.copies():
+            if copy.sent is not None and chance.random() < 0.3:
+                copy.abort() if chance.random() < 0.3 else setattr(copy, "state", KVPoll.Success)
+        main.finish(*main.step())
+        mine = sum(main.world.private(t.req) for t in main.queue.queue)
+        assert main.world.accounted() + mine == SIZE
+    for _ in range(30):
+        done(*[t for t in main.queue.queue if t.kv_receiver.state != KVPoll.Failed])
+        for copy in main.copies():
+            copy.state = KVPoll.Success
+        main.finish(*main.step())
+    assert main.at_rest() and not main.queue.queue
+    assert main.counters.get("drc.refetched") > 0 and main.counters.get("drc.refetches_failed") > 0
