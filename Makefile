@@ -2,7 +2,7 @@
 PYTHON := .venv/bin/python
 PYTEST := $(PYTHON) -m pytest -v --durations=10
 
-.PHONY: help venv venv-path lint test test-unit test-kernels test-engine test-e2e test-full demo bench-handoff
+.PHONY: help venv venv-path lint test test-unit test-kernels test-engine test-e2e test-full demo bench-drc bench-handoff
 .DEFAULT_GOAL := help
 
 help:
@@ -14,6 +14,7 @@ help:
 	@echo "make test-kernels  the kernels, interpreted and compiled ahead of time: a minute"
 	@echo "make test-full  everything, also what is marked slow"
 	@echo "make demo       three roles and a router on this machine"
+	@echo "make bench-drc  what main decode's cache costs, and what it spares the WAN (ARGS=--help)"
 	@echo "make bench-handoff  what a handoff costs: over a WAN, and to a user (about an hour; root; ARGS=--help)"
 
 venv:
@@ -49,6 +50,9 @@ test-full: lint
 
 demo: venv
 	$(PYTHON) examples/demo.py
+
+bench-drc: venv
+	$(PYTHON) examples/bench_drc.py $(ARGS)
 
 bench-handoff: venv
 	$(PYTHON) examples/bench_handoff.py $(ARGS)

@@ -16,7 +16,7 @@ from http import HTTPStatus
 from typing import Any
 
 from sglang.srt.disaggregation.base import KVPoll
-from sglang.srt.disaggregation.utils import FAKE_BOOTSTRAP_HOST
+from sglang.srt.disaggregation.utils import FAKE_BOOTSTRAP_HOST, prepare_abort
 from sglang.srt.managers.schedule_batch import FINISH_ABORT, NextBatchPlan, ScheduleBatch
 from sglang.srt.mem_cache.common import release_kv_cache
 
@@ -25,6 +25,7 @@ from sglang_pdd.config import MAX_PASS, PddConfig
 from sglang_pdd.main import Main
 from sglang_pdd.patches import extend, ingress
 from sglang_pdd.patches.logprobs import append_output_logprob
+from sglang_pdd.patches.prefixes import Prefixes
 
 BUSY = 50  # percent of its relays, from which on a relay is handed over from in one shot
 
@@ -71,7 +72,9 @@ class MainSeam(ingress.Seam):
         self._leaving: list[Any] = []  # finished while a pass over them was in flight
         self._passed = False  # the last step was an extend pass
         self._sat_out = False  # and the running decodes were not in it
+        self._late: list[Any] = []  # transfers of requests that have ended
         self.machine = Main(self.counters, scheduler.model_config.vocab_size)
+        self.prefixes = Prefixes(scheduler, self.counters, self.timeline, self.machine.ignore)
         if self.rank == 0:
             self.connect(self.machine, listen=True)
 
@@ -80,10 +83,13 @@ class MainSeam(ingress.Seam):
         return self.scheduler.disagg_decode_prealloc_queue.kv_manager
 
     def open_rooms(self) -> int:
-        return len(self._sessions)
+        return len(self._sessions) + len(self._late) + len(self.prefixes)
 
     def relays(self) -> int:
         return sum(s.by["RLD"] > 0 for s in self._sessions.values())
+
+    def state(self) -> dict[str, Any]:
+        return {**super().state(), "pending": len(self.prefixes.cache.pending)}
 
     def run(self, command: Command) -> None:
         if isinstance(command, Emit):
@@ -93,7 +99,7 @@ class MainSeam(ingress.Seam):
 
     # --- a request's way ---
 
-    def opened(self, transfer: Any) -> None:
+    def opened(self, transfer: Any, hit: int) -> None:
         """The transfer's metadata is out: from now on there may be tokens."""
         req = transfer.req
         if req.bootstrap_host == FAKE_BOOTSTRAP_HOST or transfer.is_rebootstrap or transfer.host_staged:
@@ -110,7 +116,7 @@ class MainSeam(ingress.Seam):
             req.bootstrap_room,
             rid=req.rid,
             prompt_tokens=len(req.origin_input_ids),
-            hit=req.kv.cache_protected_len,
+            hit=hit,
         )
 
     def _emit(self, command: Emit) -> None:
@@ -176,15 +182,47 @@ class MainSeam(ingress.Seam):
                 self.scheduler.waiting_queue.remove(req)
             self._leave(req)
             return
-        # P may still write into these pages: SGLang holds them until P acknowledges the abort.
-        receiver = session.transfer.kv_receiver
-        receiver.abort()
-        # With its reason taken away SGLang logs the end of this transfer as somebody else's, not as an error.
-        receiver.kv_mgr.failure_records.pop(req.bootstrap_room, None)
+        self._late.append(session.transfer)
+
+    def aborted(self, rid: str, everybody: bool) -> list[Any]:
+        """The client has gone. Transfers that others wait for go on without it; these are kept from SGLang's abort."""
+        queue = self.scheduler.disagg_decode_transfer_queue.queue
+        kept = [
+            t
+            for t in queue
+            if not everybody and t.req.rid.startswith(rid) and not t.req.finished() and self.prefixes.followed(t)
+        ]
+        for transfer in kept:
+            req = transfer.req
+            prepare_abort(req, "Aborted by AbortReq.", HTTPStatus.INTERNAL_SERVER_ERROR)
+            if (session := self._sessions.get(req.bootstrap_room)) and session.transfer is transfer:
+                self._close(req.bootstrap_room, "aborted")
+            self.scheduler.output_streamer.stream_output([req], req.return_logprob)
+            self._late.append(transfer)
+        return kept
+
+    def _give_way(self) -> None:
+        """Nobody reads what these bring, yet: they end when others want the link or the pool."""
+        queue = self.scheduler.disagg_decode_transfer_queue.queue
+        here = {id(t) for t in queue}
+        self._late = [t for t in self._late if id(t) in here]
+        if len(queue) == len(self._late) and not self.scheduler.disagg_decode_prealloc_queue.queue:
+            return
+        late, self._late = self._late, [t for t in self._late if self.prefixes.followed(t)]
+        spared = {id(t) for t in self._late}
+        for transfer in [t for t in late if id(t) not in spared]:
+            # P may still write into these pages: SGLang holds them until P acknowledges the abort.
+            transfer.kv_receiver.abort()
+            # With its reason taken away SGLang logs the end of this transfer as somebody else's, not as an error.
+            transfer.kv_receiver.kv_mgr.failure_records.pop(transfer.req.bootstrap_room, None)
 
     def commit(self, original: Callable[..., None], queue: Any, transfer: Any) -> None:
         """The KV is here. SGLang's commit appends the first token; if MD has that already, it must not do so again."""
         req = transfer.req
+        if req.finished():  # SGLang lets go of it; its prompt stays in the tree
+            transfer.kv_receiver.clear()
+            transfer.kv_receiver = None
+            return
         session = self._sessions.get(req.bootstrap_room)
         if session is not None and session.transfer is not transfer:
             session = None
@@ -208,7 +246,18 @@ class MainSeam(ingress.Seam):
             session.mode = "one-shot" if session.load >= BUSY else "catch-up"
         session.step = self.config.handoff_threshold if session.mode == "catch-up" else MAX_PASS
 
-    def swept(self, queue: Any) -> None:
+    def after_transfers(self, queue: Any, landed: list[Any]) -> list[Any]:
+        """SGLang has looked at its transfers. Returns whose requests go on."""
+        self._sweep(queue)
+        self.prefixes.pump()
+        ended = [req for req in landed if req.finished()]
+        for req in ended:
+            self.counters.inc("drc.kept")
+            self.timeline.event("kept", req.bootstrap_room)
+            release_kv_cache(req, self.scheduler.tree_cache, checkpoint=True)
+        return [req for req in landed if not req.finished()] if ended else landed
+
+    def _sweep(self, queue: Any) -> None:
         """Sessions whose transfer SGLang has given up are over."""
         if not self._sessions:
             return
@@ -232,6 +281,8 @@ class MainSeam(ingress.Seam):
     def begin_step(self) -> None:
         """Requests have been received, nothing else has happened yet in this step."""
         scheduler, req = self.scheduler, self._middle
+        if self._late:
+            self._give_way()
         extend.merge_last(scheduler, req)
         self._middle = None
         if req is not None and req.kv.holds_kv and not req.is_retracted:
@@ -364,10 +415,41 @@ def _seam() -> MainSeam | None:
     return ingress.seam if isinstance(ingress.seam, MainSeam) else None
 
 
-def metadata_sent(result: Any, queue: Any, decode_req: Any, *args: Any, **kwargs: Any) -> None:
-    """After ``DecodePreallocQueue._send_kv_metadata``."""
+def send_metadata(original: Callable[..., None], queue: Any, decode_req: Any, *args: Any, **kwargs: Any) -> None:
+    """Around ``DecodePreallocQueue._send_kv_metadata``."""
+    seam = _seam()
+    if seam is not None:
+        seam.prefixes.admitted(decode_req, kwargs["decode_prefix_len"])
+    original(queue, decode_req, *args, **kwargs)
+    if seam is not None:
+        seam.opened(decode_req, kwargs["decode_prefix_len"])
+
+
+def poll_transfers(original: Callable[..., list[int]], queue: Any) -> list[int]:
+    """Around ``DecodeTransferQueue._poll_with_metadata_gate``."""
+    polls, seam = original(queue), _seam()
+    return polls if seam is None else seam.prefixes.polled(polls)
+
+
+def transfer_released(result: None, queue: Any, decode_req: Any) -> None:
+    """After ``DecodeTransferQueue._release_request``."""
     if seam := _seam():
-        seam.opened(decode_req)
+        seam.prefixes.released(decode_req)
+
+
+def abort_request(original: Callable[..., None], scheduler: Any, recv_req: Any) -> None:
+    """Around ``Scheduler.abort_request``."""
+    seam = _seam()
+    kept = seam.aborted(recv_req.rid, recv_req.abort_all) if seam is not None else []
+    if not kept:
+        return original(scheduler, recv_req)
+    transfers = scheduler.disagg_decode_transfer_queue
+    spared = {id(t) for t in kept}
+    queue, transfers.queue = transfers.queue, [t for t in transfers.queue if id(t) not in spared]
+    try:
+        original(scheduler, recv_req)
+    finally:
+        transfers.queue = queue
 
 
 def commit_transfer(original: Callable[..., None], queue: Any, decode_req: Any) -> None:
@@ -378,10 +460,16 @@ def commit_transfer(original: Callable[..., None], queue: Any, decode_req: Any) 
     seam.commit(original, queue, decode_req)
 
 
-def after_transfers(result: Any, queue: Any, *args: Any, **kwargs: Any) -> None:
+def after_transfers(result: list[Any], queue: Any, *args: Any, **kwargs: Any) -> list[Any]:
     """After ``DecodeTransferQueue.pop_transferred``."""
-    if seam := _seam():
-        seam.swept(queue)
+    seam = _seam()
+    return result if seam is None else seam.after_transfers(queue, result)
+
+
+def is_idle(idle: bool, scheduler: Any, *args: Any, **kwargs: Any) -> bool:
+    """After ``Scheduler.is_fully_idle``: a flush must not give pages away that are being fetched again."""
+    seam = _seam()
+    return idle and (seam is None or not len(seam.prefixes))
 
 
 def step_begins(scheduler: Any) -> None:

@@ -27,6 +27,7 @@ from sglang.srt.runtime_context import get_parallel
 
 from sglang_pdd.actions import AnswerEarly, Command, DropRelay, OpenRelay
 from sglang_pdd.config import PddConfig
+from sglang_pdd.drc import hit_bin
 from sglang_pdd.patches import ingress, mooncake
 from sglang_pdd.patches.drain import Drain
 from sglang_pdd.patches.logprobs import output_logprobs
@@ -108,7 +109,8 @@ class PrefillSeam(ingress.Seam):
         sessions = self._sessions_of(room)
         prompt_tokens = len(req.origin_input_ids)
         missing = prompt_tokens - req.disagg_decode_prefix_len
-        of_one_rank = int(missing * self._bytes_per_token / get_parallel().tp_size)
+        ahead = self._ahead(req, sessions)
+        of_one_rank = int((missing + ahead) * self._bytes_per_token / get_parallel().tp_size)
         landing_ms = self._lanes.link(sessions).landing_ms(of_one_rank)
         self.timeline.event(
             "bootstrapped",
@@ -116,18 +118,47 @@ class PrefillSeam(ingress.Seam):
             prompt_tokens=prompt_tokens,
             hit=req.disagg_decode_prefix_len,
             missing=missing,
+            ahead=ahead,
             predicted_ms=round(landing_ms, 1),
         )
         self.do(self.machine.bootstrapped(Job(room, sessions, request_of(req), landing_ms, obstacle(req))))
+
+    def _ahead(self, req: Any, sessions: tuple[str, ...]) -> int:
+        """Tokens that must land before this request can run, and that the link has not been given yet.
+
+        What MD says it holds may still be on its way, for a request that this one shares a prefix with.
+        """
+        page, ids = self.scheduler.token_to_kv_pool_allocator.page_size, req.origin_input_ids
+        ahead = 0
+        for other in self._requests.values():
+            known = other.disagg_decode_prefix_len + page  # at least a page of what the other one brings
+            if (
+                other is not req
+                and known <= req.disagg_decode_prefix_len
+                and other.origin_input_ids[:known] == ids[:known]
+                and (other.extra_key, other.cache_salt) == (req.extra_key, req.cache_salt)
+                and self._sessions_of(other.bootstrap_room) == sessions
+            ):
+                ahead += len(other.origin_input_ids) - max(known - page, other.start_send_idx)
+        return ahead
 
     def prefilled(self, req: Any) -> None:
         """The first token is sampled: it is MD's before any KV is."""
         if self.node is None:
             return
+        self._count_hit(req)
         cached = (req.cached_tokens, req.cached_tokens_device, req.cached_tokens_host, req.cached_tokens_storage)
         chunk = Chunk(req.bootstrap_room, 0, (req.output_ids[0],), output_logprobs(req, 0, 1), cached=cached)
         self.do(self.machine.first_token(self._sessions_of(req.bootstrap_room), chunk))
         self.timeline.event("first_token", req.bootstrap_room)
+
+    def _count_hit(self, req: Any) -> None:
+        """How well MD's cache keeps up with P's."""
+        page, tokens = self.scheduler.token_to_kv_pool_allocator.page_size, len(req.origin_input_ids)
+        name = hit_bin(req.cached_tokens, (tokens - 1) // page * page)
+        self.counters.inc("drc.requests", bin=name)
+        self.counters.inc("drc.prompt", tokens, bin=name)
+        self.counters.inc("drc.missed", max(0, req.cached_tokens - req.disagg_decode_prefix_len), bin=name)
 
     def queued(self, req: Any) -> None:
         """The last chunk is on its way: nothing is left for P's client to wait for."""

@@ -11,7 +11,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from sglang_pdd.config import DEFAULT_HOST, FLAGS, ConfigError, PddConfig
+from sglang_pdd.config import DEFAULT_HOST, FLAGS, RADIX_CACHE, ConfigError, PddConfig
 from sglang_pdd.config import add_flags as add_pdd_flags
 from sglang_pdd.keys import Keys, KeysError
 from sglang_pdd.patches import attention, guard
@@ -29,7 +29,11 @@ _DECODE = (
 _IMPLIED: dict[str, tuple[tuple[str, Any, Any], ...]] = {
     "prefill": (("disaggregation_mode", "prefill", "null"),),
     "relay": _DECODE,
-    "main": (*_DECODE, ("enable_mixed_chunk", True, False)),  # an extend pass takes the running decodes along
+    "main": (
+        *_DECODE,
+        ("enable_mixed_chunk", True, False),  # an extend pass takes the running decodes along
+        ("radix_cache_backend", RADIX_CACHE, None),
+    ),
 }
 
 # Stock flags that PDD has not been run with: field -> the only value served. Of a union, any of them.
@@ -38,6 +42,7 @@ SERVED: dict[str, tuple[Any, ...]] = {
     "disaggregation_decode_allocation_policy": ("early",),
     "disaggregation_decode_host_receive_threshold": (1.0,),
     "disaggregation_decode_enable_offload_kvcache": (False,),
+    "disaggregation_decode_retraction_backup": (None, "cpu_tensor"),  # a host pool would back up KV still on its way
     "disaggregation_enable_kv_checksum": (False,),  # SGLang verifies on its own path only, not before an extend pass
     "optimistic_prefill_attempts": (0,),
     "enable_pd_role_switch": (False,),
@@ -61,7 +66,8 @@ SERVED: dict[str, tuple[Any, ...]] = {
     "enable_lmcache": (False,),
     "enable_unified_memory": (False,),
     "moe_a2a_backend": ("none",),  # sizes its buffers for decode steps, an extend pass is larger
-    "radix_cache_backend": (None,),
+    "radix_cache_backend": (None, RADIX_CACHE),
+    "enable_session_radix_cache": (False,),
     "enable_lora": (None, False),
     "lora_paths": (None, []),
     "tokenizer_worker_num": (1,),
@@ -69,7 +75,7 @@ SERVED: dict[str, tuple[Any, ...]] = {
     "smg_grpc_mode": (False,),
 }
 _DEFERRED = "SGLANG_DISAGGREGATION_DEFERRED_DECODE_KV_RELEASE"
-_UNSERVED_ENVIRONMENT = ("SGLANG_RUST_SERVER", "SGLANG_DISAGG_STAGING_BUFFER")
+_UNSERVED_ENVIRONMENT = ("SGLANG_RUST_SERVER", "SGLANG_DISAGG_STAGING_BUFFER", "SGLANG_RADIX_FORCE_MISS")
 
 
 def add_flags(_: None, parser: argparse.ArgumentParser) -> None:

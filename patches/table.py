@@ -58,6 +58,11 @@ BOOTSTRAP_SERVER = "sglang.srt.disaggregation.common.conn.CommonKVBootstrapServe
 DISAGG_UTILS = "sglang.srt.disaggregation.utils"
 ATTENTION_REGISTRY = "sglang.srt.layers.attention.attention_registry"
 TRITON_BACKEND = "sglang.srt.layers.attention.triton_backend.TritonAttnBackend"
+RADIX_REGISTRY = "sglang.srt.mem_cache.registry"
+RADIX_CACHE = "sglang.srt.mem_cache.unified_radix_cache.UnifiedRadixCache"
+TREE_CORE = "sglang.srt.mem_cache.unified_cache.unified_tree_core_interface"
+RECEIVER = "sglang.srt.disaggregation.common.conn.CommonKVReceiver"
+KV_MANAGER = "sglang.srt.disaggregation.common.conn.CommonKVManager"
 
 ROLES = ("prefill", "relay", "main")
 SENDERS = ("prefill", "pace")
@@ -69,7 +74,7 @@ def _hook(owner: str, name: str, signature: str, hook: Hook, by: str, why: str, 
     return Entry(f"{owner}.{name}", more.pop("kind", "method"), why, signature, hook=hook, by=by, **more)
 
 
-def _calls(owner: str, name: str, signature: str, why: str, **more: Any) -> Entry:
+def _calls(owner: str, name: str, signature: str | None, why: str, **more: Any) -> Entry:
     """We call it, or are called by it."""
     return Entry(f"{owner}.{name}", more.pop("kind", "method"), why, signature, **more)
 
@@ -117,9 +122,9 @@ ENTRIES: tuple[Entry, ...] = (
         SERVER_ARGS,
         "attn_cp_size attn_dp_size dcp_size decoupled_spec_role disable_radix_cache "
         "disaggregation_decode_allocation_policy disaggregation_decode_enable_offload_kvcache disaggregation_enable_kv_checksum "
-        "disaggregation_decode_enable_radix_cache disaggregation_decode_host_receive_threshold "
+        "disaggregation_decode_enable_radix_cache disaggregation_decode_host_receive_threshold disaggregation_decode_retraction_backup "
         "disaggregation_mode disaggregation_transfer_backend dp_size dwdp_size enable_dp_attention "
-        "enable_hierarchical_cache enable_hisparse enable_kv_cache_sharding enable_lmcache enable_lora "
+        "enable_hierarchical_cache enable_hisparse enable_kv_cache_sharding enable_lmcache enable_lora enable_session_radix_cache "
         "enable_pd_role_switch enable_pdmux enable_unified_memory encoder_only grpc_mode host language_only "
         "lora_paths moe_a2a_backend nnodes optimistic_prefill_attempts pp_size radix_cache_backend smg_grpc_mode "
         "speculative_algorithm tokenizer_worker_num tp_size use_ray",
@@ -170,7 +175,7 @@ ENTRIES: tuple[Entry, ...] = (
     ),
     *_uses(
         SERVER_ARGS,
-        "attention_backend dtype disaggregation_decode_retraction_backup",
+        "attention_backend dtype",
         "has a default of the CPU platform's", process="launcher", kind="field",
     ),
 
@@ -311,7 +316,7 @@ ENTRIES: tuple[Entry, ...] = (
     _calls("sglang.srt.observability.req_time_stats", "set_schedule_time_batch", "(batch)", "stock time stamps", roles=("main",), kind="function"),
     *_uses("sglang.srt.plugins.hook_registry", "HookSource HookType", "names of hooks"),
     *_uses(REQ, "finished_reason finished_output finished_len to_finish output_ids output_ids_through_stop send_token_offset rid kv logprob grammar return_logprob origin_input_ids bootstrap_room bootstrap_host", "a request's state", roles=ROLES),
-    *_uses(REQ, "disagg_kv_sender start_send_idx disagg_decode_prefix_len metadata_buffer_index pending_bootstrap extend_end", "shown from RLD's side while the second copy is sent", roles=("prefill",)),
+    *_uses(REQ, "disagg_kv_sender start_send_idx disagg_decode_prefix_len metadata_buffer_index pending_bootstrap extend_end extra_key cache_salt cached_tokens", "shown from RLD's side while the second copy is sent", roles=("prefill",)),
     *_uses(REQ, "retracted_stain extend_len return_sampling_mask", "a request's state", roles=("main",)),
     *_uses("sglang.srt.managers.schedule_batch.ReqKvInfo", "kv_committed_len cache_protected_len", "how much of a request has KV", roles=("main",), kind="field"),
     *_uses("sglang.srt.disaggregation.common.conn.CommonKVReceiver", "conclude_state kv_mgr", "has a transfer ended?", roles=("main",)),
@@ -444,7 +449,27 @@ ENTRIES: tuple[Entry, ...] = (
     _hook(
         "sglang.srt.disaggregation.decode.DecodePreallocQueue", "_send_kv_metadata",
         "(self, decode_req, kv_indices, page_size, state_indices=None, **metadata_kwargs)",
-        "after", "main:metadata_sent", "P may answer from now on", roles=("main",),
+        "around", "main:send_metadata", "the prompt is in the tree before P may answer", roles=("main",),
+    ),
+    _hook(
+        TRANSFER_QUEUE, "_poll_with_metadata_gate",
+        "(self)",
+        "around", "main:poll_transfers", "who waits for others has not landed", roles=("main",),
+    ),
+    _hook(
+        TRANSFER_QUEUE, "_release_request",
+        "(self, decode_req)",
+        "after", "main:transfer_released", "nobody writes a failed transfer's pages any more", roles=("main",),
+    ),
+    _hook(
+        SCHEDULER, "abort_request",
+        "(self, recv_req)",
+        "around", "main:abort_request", "a transfer that others wait for goes on", roles=("main",),
+    ),
+    _hook(
+        SCHEDULER, "is_fully_idle",
+        "(self, for_health_check=False, ignore_waiting=False)",
+        "after", "main:is_idle", "no flush while something is fetched again", roles=("main",),
     ),
     _hook(
         TRANSFER_QUEUE, "_commit_transfer_to_req",
@@ -454,7 +479,7 @@ ENTRIES: tuple[Entry, ...] = (
     _hook(
         TRANSFER_QUEUE, "pop_transferred",
         "(self, rids_to_check=None)",
-        "after", "main:after_transfers", "transfers that ended otherwise", roles=("main",),
+        "after", "main:after_transfers", "transfers that ended otherwise, or for requests that have ended", roles=("main",),
     ),
     _hook(
         "sglang.srt.disaggregation.decode.SchedulerDisaggregationDecodeMixin", "get_next_disagg_decode_batch_to_run",
@@ -561,6 +586,62 @@ ENTRIES: tuple[Entry, ...] = (
         "(self, req, next_token_id)",
         "counts reasoning tokens", roles=("main",),
     ),
+    _calls(DISAGG_UTILS, "prepare_abort", "(req, error_message, status_code=None)", "a leader's client has gone", roles=("main",), kind="function"),
+
+    # --- MD: the cache: drc.py
+    _calls(RADIX_REGISTRY, "register_radix_cache_backend", "(name, factory)", "MD's cache", roles=("main",), kind="function"),
+    _calls(RADIX_REGISTRY, "get_radix_cache_factory", "(name)", "MD's cache", roles=("main",), kind="function"),
+    _calls(RADIX_REGISTRY, "create_unified_radix_cache", "(ctx, *, cache_class=None)", "MD's cache", roles=("main",), kind="function"),
+    *_uses(RADIX_REGISTRY, "TreeCacheBuildContext", "what MD's cache is built from", roles=("main",), kind="class"),
+    *_uses("sglang.srt.mem_cache.cache_init_params.CacheInitParams", "token_to_kv_pool_allocator page_size", "the pool's pages", roles=("main",), kind="field"),
+    _calls(RADIX_CACHE, "__init__", "(self, params)", "MD's cache derives from it", roles=("main",)),
+    _calls(RADIX_CACHE, "reset", "(self)", "MD's cache derives from it", roles=("main",)),
+    _calls(RADIX_CACHE, "checkpoint_into_tree", "(self, req, *, up_to, **kwargs)", "a prompt enters the tree when its transfer begins", roles=("main",)),
+    _calls(RADIX_CACHE, "_match_tree", "(self, params)", "what is in the tree on a prompt's way", roles=("main",)),
+    _calls(RADIX_CACHE, "_evict_device_leaf", "(self, node_id, tracker)", "what a failed transfer has left", roles=("main",)),
+    _calls(RADIX_CACHE, "lock", "(self, node_id, skip_lock_components=...)", "what is fetched again", roles=("main",)),
+    _calls(RADIX_CACHE, "unlock", "(self, lock)", "what is fetched again", roles=("main",)),
+    _calls(RADIX_CACHE, "path_device_indices", "(self, node)", "pages on a prompt's way", roles=("main",)),
+    _calls(RADIX_CACHE, "protected_size", "(self)", "is a node locked?", roles=("main",)),
+    *_uses(RADIX_CACHE, "page_size tree_core tree_components req_to_token_pool", "MD's cache derives from it", roles=("main",)),
+    _calls(f"{TREE_CORE}.UnifiedTreeCoreInterface", "collect_path_info", "(self, end_node_ids)", "nodes on a prompt's way", roles=("main",)),
+    *_uses(f"{TREE_CORE}.TreePathNodeInfo", "node_id path_start path_end num_children", "nodes on a prompt's way", roles=("main",), kind="field"),
+    _calls("sglang.srt.mem_cache.radix_cache.RadixKey", "__init__", "(self, token_ids, extra_key=None, is_bigram=False, limit=None, cache_salt=None)", "a prompt as a key", roles=("main",)),
+    *_uses("sglang.srt.mem_cache.base_prefix_cache.MatchPrefixParams", "key", "a prompt as a key", roles=("main",), kind="field"),
+    *_uses("sglang.srt.mem_cache.base_prefix_cache", "TreeLock", "a lock of the tree's", roles=("main",), kind="class"),
+    *_uses("sglang.srt.mem_cache.base_prefix_cache.MatchResult", "device_prefix_len last_device_node", "what was matched", roles=("main",)),
+    *_uses(REQ, "skip_radix_cache_insert extra_key cache_salt", "what may enter the tree, and where", roles=("main",)),
+
+    # --- MD: followers: prefixes.py
+    _calls(
+        DISAGG_UTILS, "poll_and_all_reduce",
+        "(pollers, gloo_group, decode_reqs=None, metadata_buffers=None)",
+        "what is fetched again", roles=("main",), kind="function",
+    ),
+    _calls(DISAGG_UTILS, "all_reduce_flags", "(flags, group, op)", "what is fetched again", roles=("main",), kind="function"),
+    _calls(DISAGG_UTILS, "get_kv_class", "(transfer_backend, class_type)", "the receiver's class", roles=("main",), kind="function"),
+    *_uses(f"{DISAGG_UTILS}.KVClassType", "RECEIVER", "the receiver's class", roles=("main",)),
+    *_uses("sglang.srt.disaggregation.base.KVPoll", "Transferring", "who waits for others has not landed", roles=("main",)),
+    _calls(RECEIVER, "__init__", "(self, mgr, bootstrap_addr, bootstrap_room=None)", "what is fetched again", roles=("main",)),
+    _calls(RECEIVER, "init", "(self, prefill_dp_rank)", "what is fetched again", roles=("main",)),
+    _calls(
+        RECEIVER, "send_metadata",
+        None,  # the default of ``destination`` is an enum's member
+        "what is fetched again", roles=("main",),
+    ),
+    _calls(RECEIVER, "ensure_abort_notified", "(self, *, force_arm=False)", "what is fetched again has failed", roles=("main",)),
+    _calls(RECEIVER, "clear", "(self)", "what is fetched again", roles=("main",)),
+    *_uses(RECEIVER, "bootstrap_infos abort_notified bootstrap_addr prefill_dp_rank", "what is fetched again", roles=("main",)),
+    _calls(KV_MANAGER, "submit_prefill_recompute", "(self, kv_receiver, payload)", "what is fetched again", roles=("main",)),
+    _calls(KV_MANAGER, "is_abort_release_safe", "(self, bootstrap_room, required_acks)", "has its writer ended?", roles=("main",)),
+    _calls(KV_MANAGER, "clear_deferred_abort_state", "(self, bootstrap_room)", "its writer has ended", roles=("main",)),
+    *_uses(KV_MANAGER, "failure_records", "what is fetched again", roles=("main",)),
+    _calls(REQ, "build_rebootstrap_payload", "(self)", "what is fetched again", roles=("main",)),
+    *_uses(
+        TRANSFER_QUEUE, "gloo_group metadata_buffers req_to_metadata_buffer_idx_allocator deferred_kv_release_timeout",
+        "what is fetched again", roles=("main",),
+    ),
+    *_uses("sglang.srt.disaggregation.decode.DecodePreallocQueue", "queue transfer_backend", "who waits for memory", roles=("main",)),
     *_uses(DECODE_REQUEST, "is_rebootstrap kv_receiver req host_staged", "a transfer", roles=("main",), kind="field"),
     *_uses(
         REQ,

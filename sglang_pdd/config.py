@@ -18,6 +18,7 @@ Handoff = Literal["auto", "one-shot", "catch-up"]
 
 DEFAULT_HOST = "127.0.0.1"
 DEFAULT_PORT = 9310
+RADIX_CACHE = "pdd"  # MD's, in SGLang's registry
 MAX_PASS = 2048  # tokens of one extend pass; a decode server plans activation memory for no more
 
 

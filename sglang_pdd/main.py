@@ -47,6 +47,10 @@ class Main:
         self._closed.pop(room, None)
         self._sessions[room] = _Session()
 
+    def ignore(self, room: int) -> None:
+        """Tokens for this room are nobody's."""
+        self._remember(room, 0)
+
     def receive(self, peer: str, message: Message, now: float, *, prefill: str | None = None) -> list[Action]:
         """``prefill``: bootstrap address of the peer if it is a P (MD dialled it); else it is an RLD."""
         if isinstance(message, Tokens):

@@ -32,6 +32,10 @@ def register() -> None:
         if os.environ.get("PDD_CHECKED") != "1":
             guard.fail("start PDD through `sglang serve` or `python -m sglang.launch_server`")
         guard.install(os.environ.get("PDD_ROLE") or "pace", "scheduler")
+        if os.environ.get("PDD_ROLE") == "main":
+            from sglang_pdd.patches import drc
+
+            drc.register()
     if os.environ.get("PDD_ATTENTION") == "1":
         from sglang_pdd.patches import attention
 

@@ -188,7 +188,7 @@ class Served:
             if server.alive:
                 state = self.cluster.state(server)
                 held = {"rooms": state["rooms"], "relays": state["relays"], "used": state["pool"]["used"]}
-                held["protected"] = state["pool"]["protected"]
+                held["protected"], held["pending"] = state["pool"]["protected"], state.get("pending", 0)
                 if any(held.values()):
                     result[server.name] = held
         return result

@@ -13,6 +13,7 @@ pytest.register_assert_rewrite("checks")
 
 import tasks  # noqa: E402
 import word_model  # noqa: E402
+from breaks import install_break_plugin  # noqa: E402
 from checks import Reference, Served, limit  # noqa: E402
 from client import generate  # noqa: E402
 from cluster import Cluster, Running  # noqa: E402
@@ -23,6 +24,7 @@ from matrix import (  # noqa: E402
     CLUSTERS,
     COLD_TOKENS,
     DEFAULT,
+    WITH_BREAKS,
     WITH_FEATURES,
     WITH_FLIP,
     WITH_FORCE,
@@ -72,6 +74,8 @@ class Clusters:
             folder.mkdir()
             if name in WITH_FLIP:
                 spec = install_flip_plugin(spec, folder)
+            if name in WITH_BREAKS:
+                spec = install_break_plugin(spec, folder)
             if name in WITH_KEYS:
                 spec = with_keys(spec, folder / "keys")
             if name in WITH_FORCE:

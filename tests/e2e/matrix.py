@@ -105,4 +105,4 @@ CLUSTERS = {
 }
 DEFAULT = tuple(USUAL)
 # For tests that meet the layout at every step.
-LAYOUTS = (*USUAL, *_product(), *PAGE64)
+LAYOUTS = WITH_BREAKS = (*USUAL, *_product(), *PAGE64)

@@ -1,0 +1,174 @@
+"""KV that is still on its way is shared: one transfer, whoever asks, and whatever becomes of who asked first."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import secrets
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+
+import pytest
+import requests
+import tasks
+from breaks import order_break
+from checks import Served, limit, wait
+from client import Answer, generate
+from cluster import HOST, MODEL
+from matrix import ANSWER_TOKENS, COLD_TOKENS, LAYOUTS
+from test_disconnect import Caller
+
+_seeds = itertools.count(70_000)
+
+SHARED, OWN = 2700, 300  # tokens of a prompt
+SLACK = 1.05
+MARKS = 8  # tokens that two turns can begin with alike; and the size of what crosses with a prompt's KV
+
+
+def _bytes_per_token() -> int:
+    config = json.loads((MODEL / "config.json").read_text())
+    head = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
+    return int(2 * config["num_hidden_layers"] * config["num_key_value_heads"] * head * 4)
+
+
+def _family(count: int) -> list[tasks.Task]:
+    """Prompts that no server has seen and that share nine tenths."""
+    parent = tasks.cold(next(_seeds), SHARED - 100, 100)
+    return [tasks.follow_up(parent, i, OWN, 40) for i in range(count)]
+
+
+def _page(served: Served) -> int:
+    return served.cluster.spec.page_size
+
+
+def _sent(served: Served) -> float:
+    """KV bytes that have crossed the WAN in this test, in tokens."""
+    return served.grown("prefill", "wan.bytes") / _bytes_per_token()
+
+
+def _ask_all(served: Served, family: Sequence[tasks.Task], pool: ThreadPoolExecutor) -> list[Future[Answer]]:
+    for task in family:
+        served.reference.answer(task.prompt, limit(task))
+    return [pool.submit(served.ask, task) for task in family]
+
+
+@pytest.mark.on(*LAYOUTS, "many")
+def test_eight_at_once_on_one_new_prefix(served: Served) -> None:
+    family = _family(8)
+    with ThreadPoolExecutor(8) as pool:
+        for job in _ask_all(served, family, pool):
+            job.result()
+    served.settle()
+    assert served.grown("main", "drc.followers") >= 1
+    assert _sent(served) <= SLACK * (SHARED + 8 * OWN)
+
+
+@contextmanager
+def _leading(served: Served, task: tasks.Task) -> Iterator[tuple[str, int]]:
+    """A request past the router, whose KV is on its way: its id on MD, and its room."""
+    rid, room = secrets.token_hex(8), secrets.randbits(62)
+    place = {"bootstrap_host": HOST, "bootstrap_port": served.cluster.bootstrap_ports[0], "bootstrap_room": room}
+    servers = (served.cluster.prefills[0], served.cluster.mains[0])
+    callers = [Caller(server.url, task.prompt, rid=rid, **place) for server in servers]
+    served.wait_for("prefill", "wan_sent", room=room)
+    yield rid, room
+    for caller in callers:
+        caller.hang_up()
+
+
+def _followers(served: Served, family: Sequence[tasks.Task], pool: ThreadPoolExecutor) -> list[Future[Answer]]:
+    before = len(served.events("main", "follows"))
+    jobs = _ask_all(served, family, pool)
+    wait(lambda: len(served.events("main", "follows")) >= before + len(family) or None, 30, "followers")
+    return jobs
+
+
+@pytest.mark.on(*LAYOUTS)
+def test_the_leaders_client_hangs_up(served: Served) -> None:
+    """Its transfer goes on for those who follow."""
+    leader, *others = _family(4)
+    for task in others:
+        served.reference.answer(task.prompt, limit(task))
+    with ThreadPoolExecutor(4) as pool, _leading(served, leader) as (rid, room):
+        jobs = _followers(served, others, pool)
+        assert not served.events("main", "landed", room=room)
+        requests.post(f"{served.cluster.mains[0].url}/abort_request", json={"rid": rid}, timeout=30)
+        for job in jobs:
+            job.result()
+    served.settle()
+    assert served.grown("main", "drc.refetched") == 0
+    assert _sent(served) <= SLACK * (SHARED + 4 * OWN)
+
+
+@pytest.mark.on(*LAYOUTS)
+def test_the_leaders_transfer_fails(served: Served) -> None:
+    """Those who follow fetch what they miss of it again, once."""
+    leader, *others = _family(4)
+    for task in others:
+        served.reference.answer(task.prompt, limit(task))
+    with ThreadPoolExecutor(4) as pool, _leading(served, leader) as (_, room):
+        jobs = _followers(served, others, pool)
+        assert not served.events("main", "landed", room=room)
+        order = order_break(served.cluster.spec, room)
+        wait(lambda: not order.exists() or None, 10, "the transfer to break")
+        for job in jobs:
+            job.result()
+    served.settle()
+    assert SHARED // _page(served) * _page(served) <= served.grown("main", "drc.refetched") <= SHARED + MARKS
+    assert served.grown("main", "drc.refetches_failed") == 0
+
+
+@pytest.mark.on(*LAYOUTS)
+def test_only_what_is_new_crosses(served: Served) -> None:
+    """Prompt, relayed tokens and MD's own are all there when the next turn comes, to the page."""
+    page = _page(served)
+    task = tasks.cold(next(_seeds), COLD_TOKENS, ANSWER_TOKENS)
+    answer = served.ask(task)
+    assert served.story(answer)[0]["RLD"] and served.story(answer)[0]["MD"]
+    for seed in range(2):
+        served.settle()
+        served.begin()
+        known = (task.prompt_tokens + task.answer_tokens) // page * page
+        task = tasks.follow_up(task, seed, 60, 20)
+        answer = served.ask(task)
+        assert served.wait_for("main", "opened", rid=answer.rid)["hit"] == known
+        served.settle()
+        assert _sent(served) <= task.prompt_tokens - known + page + MARKS
+
+
+def test_a_prompt_that_lands_after_its_answer_is_kept(served: Served) -> None:
+    task = tasks.cold(next(_seeds), COLD_TOKENS, 8)
+    served.ask(task)
+    assert served.grown("main", "finished_before_landing") == 1
+    served.settle()
+    assert served.grown("main", "drc.kept") == 1
+    again = tasks.follow_up(task, 1, 60, 20)
+    answer = served.ask(again)
+    page = _page(served)
+    assert served.wait_for("main", "opened", rid=answer.rid)["hit"] >= COLD_TOKENS // page * page
+
+
+def test_a_prompt_for_nobody_gives_way(served: Served) -> None:
+    """An answer has ended, its KV is still coming, and somebody else wants the link."""
+    late, other = tasks.cold(next(_seeds), 7000, 8), tasks.cold(next(_seeds), COLD_TOKENS, 40)
+    served.ask(late)
+    served.ask(other)
+    served.settle()
+    assert served.grown("main", "drc.kept") <= 1
+    assert _sent(served) < 7000 + COLD_TOKENS
+
+
+def test_a_follower_hangs_up(served: Served) -> None:
+    leader, *others = _family(3)
+    for task in (leader, others[1]):
+        served.reference.answer(task.prompt, limit(task))
+    with ThreadPoolExecutor(2) as pool:
+        before = len(served.events("main", "opened"))
+        lead = pool.submit(served.ask, leader)
+        wait(lambda: len(served.events("main", "opened")) > before or None, 30, "the leader")
+        gone = generate(served.cluster.url, others[0].prompt, limit(others[0]), on_reply=lambda _: False)
+        served.wait_for("main", "follows", room=served.room(gone.rid))
+        follow = pool.submit(served.ask, others[1])
+        lead.result()
+        follow.result()
