@@ -16,7 +16,9 @@ def test_each_folder_is_complete(tmp_path: Path) -> None:
         assert len(keys.secret) == 40 and keys.secret not in repr(keys)
         assert os.stat(tmp_path / name / "secret.key").st_mode & 0o777 == 0o600
         files = {str(f.relative_to(tmp_path / name)) for f in (tmp_path / name).rglob("*") if f.is_file()}
-        assert files == {"secret.key", "peers/p.key", "peers/rld.key", "peers/md.key"}
+        own = {"secret.key", "tls.key", "tls.crt"}
+        assert files == own | {f"peers/{other}.{kind}" for other in ("p", "rld", "md") for kind in ("key", "crt")}
+        assert os.stat(tmp_path / name / "tls.key").st_mode & 0o777 == 0o600
         for file in (tmp_path / name / "peers").iterdir():
             assert not any(other.secret in file.read_text() for other in loaded.values())
 

@@ -1,0 +1,125 @@
+"""Memory that a transport may touch: numbered regions, every access checked against their bounds.
+
+A region is host memory: a buffer, or an address that somebody else keeps alive. Memory of a device is none; it is
+gathered into, and scattered from, a region of pinned host memory.
+"""
+
+from __future__ import annotations
+
+import bisect
+import ctypes
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+Buffer = bytes | bytearray | memoryview
+
+
+class BoundsError(ValueError):
+    """A place outside of every region; the text says which."""
+
+
+@dataclass(frozen=True, slots=True)
+class Region:
+    """``size`` bytes at ``address``, which hold pages of ``unit`` bytes (0: no pages)."""
+
+    address: int
+    size: int
+    unit: int = 0
+    view: memoryview = field(repr=False, compare=False, kw_only=True)
+
+    @staticmethod
+    def at(address: int, size: int, unit: int = 0) -> Region:
+        """Memory that somebody else keeps alive as long as this region is used."""
+        if address <= 0 or size <= 0 or unit < 0:
+            raise BoundsError(f"a region of {size} bytes at {address}, pages of {unit}")
+        return Region(address, size, unit, view=memoryview((ctypes.c_char * size).from_address(address)).cast("B"))
+
+    @staticmethod
+    def of(buffer: bytearray | memoryview, unit: int = 0) -> Region:
+        """A writable, contiguous buffer."""
+        view = memoryview(buffer).cast("B")
+        return Region(ctypes.addressof(ctypes.c_char.from_buffer(view)), len(view), unit, view=view)
+
+
+class Regions:
+    """This process's regions, in the order by which peers number them. Immutable."""
+
+    def __init__(self, regions: Iterable[Region]) -> None:
+        self.regions = tuple(regions)
+        self._views = [region.view for region in self.regions]
+        self._sizes = [region.size for region in self.regions]
+        self._index = _Index([(region.address, region.size) for region in self.regions])
+
+    def __len__(self) -> int:
+        return len(self.regions)
+
+    @property
+    def shape(self) -> tuple[tuple[int, int], ...]:
+        """What a peer is told: (bytes, bytes of a page) of each."""
+        return tuple((region.size, region.unit) for region in self.regions)
+
+    def views(self, regions: Sequence[int], offsets: Sequence[int], lengths: Sequence[int]) -> list[memoryview]:
+        """The blocks, as buffers to read or write.
+
+        Raises:
+            BoundsError: a block that is not within its region. Nothing was touched.
+        """
+        views, sizes, known = self._views, self._sizes, len(self._views)
+        found = []
+        for region, offset, length in zip(regions, offsets, lengths, strict=True):
+            end = offset + length
+            if not 0 <= region < known or offset < 0 or length <= 0 or end > sizes[region]:
+                raise BoundsError(f"{length} bytes at {offset} of region {region}")
+            found.append(views[region][offset:end])
+        return found
+
+    def locate(self, address: int, length: int) -> tuple[int, int]:
+        """(region, offset) of an address of this process.
+
+        Raises:
+            BoundsError: not within one region.
+        """
+        return self._index.locate(address, length)
+
+
+class Remote:
+    """A peer's regions, as this side knows them: bases from the engine's own registration, sizes from the peer.
+
+    An address is understood here and never sent.
+    """
+
+    def __init__(self, bases: Sequence[int], shape: Sequence[tuple[int, int]]) -> None:
+        if len(bases) != len(shape):
+            raise BoundsError(f"the peer has {len(shape)} regions, its registration names {len(bases)}")
+        self.units = [unit for _, unit in shape]
+        self._index = _Index([(base, size) for base, (size, _) in zip(bases, shape, strict=True)])
+
+    def locate(self, address: int, length: int) -> tuple[int, int]:
+        """(region, offset) of an address of the peer.
+
+        Raises:
+            BoundsError: not within one region.
+        """
+        return self._index.locate(address, length)
+
+
+class _Index:
+    """From addresses to regions. Regions that share memory are found under one of their numbers."""
+
+    def __init__(self, spans: Sequence[tuple[int, int]]) -> None:
+        self._order = sorted(range(len(spans)), key=lambda region: spans[region])
+        self._spans = spans
+        self._starts = [spans[region][0] for region in self._order]
+        self._last = 0, 0, -1  # start, end, region of the last hit: blocks come layer after layer
+
+    def locate(self, address: int, length: int) -> tuple[int, int]:
+        start, end, region = self._last
+        if not (start <= address and address + length <= end):
+            at = bisect.bisect_right(self._starts, address) - 1
+            region = self._order[at] if at >= 0 else -1
+            start, size = self._spans[region] if at >= 0 else (0, 0)
+            end = start + size
+            if length <= 0 or at < 0 or address + length > end:
+                raise BoundsError(f"{length} bytes at an address outside of all {len(self._spans)} regions")
+            self._last = start, end, region
+        return region, address - start
