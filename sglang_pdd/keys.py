@@ -1,8 +1,8 @@
 """Folders of keys: who a node is, and whom it talks to.
 
 A node's folder holds ``secret.key`` (its own CURVE key pair) and ``peers/*.key`` (public keys: the allow-list), for
-messages, in ZMQ's certificate format; and ``tls.key``, ``tls.crt`` and ``peers/*.crt``, for KV streams, in PEM. Removing
-a node's two files from ``peers`` revokes it at the next start.
+messages, in ZMQ's certificate format; and ``tls.key``, ``tls.crt`` and ``peers/*.crt``, for KV streams, in PEM.
+Removing a node's two files from ``peers`` revokes it at the next start.
 """
 
 from __future__ import annotations

@@ -30,7 +30,7 @@ from sglang_pdd.wan.schedule import Frame
 from sglang_pdd.wan.stream import HANDSHAKE_S, Stream, StreamClosed
 
 if TYPE_CHECKING:
-    from sglang_pdd.wan.sender import Peer
+    from sglang_pdd.wan.peer import Peer
 
 LOOK_S = 1.0  # how often a stream with something on its way looks at the time, and at what the kernel knows
 

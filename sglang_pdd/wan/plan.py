@@ -14,6 +14,8 @@ from sglang_pdd.wan.frames import MAX_BLOCKS, MAX_PAYLOAD
 FRAME = 1 << 20  # bytes
 MIN_FRAME = 64 << 10  # bytes; smaller ones cost more than the parallel streams that they buy
 
+_ALIGN = 4096
+
 Block = tuple[int, int, int]  # source address, destination address, bytes
 Locate = Callable[[int, int], tuple[int, int]]  # (address, bytes) -> (region, offset)
 
@@ -68,7 +70,8 @@ def plan(
             order.append((near, near_offset, region, offset, length))
             layers.setdefault(region, []).append((near, near_offset, offset, length))
     total = sum(piece[4] for piece in order)
-    size = max(MIN_FRAME, min(frame, MAX_PAYLOAD, -(-total // streams)))
+    share = -(-total // streams // _ALIGN) * _ALIGN
+    size = max(MIN_FRAME, min(frame, MAX_PAYLOAD, share))
     runs = _common_runs(layers, units)
     return list(_loads(order if runs is None else _by_page(layers, runs, size), size))
 

@@ -119,7 +119,7 @@ class Receiver:
         if self._identity is None and not self._insecure and not _is_loopback(host):
             raise PermissionError(f"not listening on {host} without keys: give --pdd-keys, or --pdd-insecure")
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        self._listener = socket.create_server((host, port), family=family, backlog=MAX_STRANGERS)
+        self._listener = socket.create_server((host, port), family=family, backlog=128)
         self._start(self._accept, self._listener)
         address = self._listener.getsockname()
         return str(address[0]), int(address[1])
@@ -250,13 +250,13 @@ class Receiver:
             stream.skip(data.payload)
             outcome = claim
             self._counters.inc("stream.skipped", cause="duplicate" if outcome == "landed" else "closed")
-        answer = encoded(Ack(data.room, data.part, data.position, data.payload, outcome))
-        stream.write(answer + encoded(Cancelled(data.room)) if settled else answer)
         if landed is not None:
             try:
                 self._on_landed(landed)
             except Exception as error:  # the stream goes on, or one bug would cost the peer its connection
                 self._refused("callback", f"{type(error).__name__}: {error}")
+        answer = encoded(Ack(data.room, data.part, data.position, data.payload, outcome))
+        stream.write(answer + encoded(Cancelled(data.room)) if settled else answer)
 
     def _begin(self, stream: Stream, session: int, data: Data) -> Claim | Outcome:
         with self._change:

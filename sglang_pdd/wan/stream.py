@@ -6,13 +6,12 @@ import contextlib
 import socket
 import ssl
 import struct
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from sglang_pdd.wan.frames import PREFIX, Frame, parse, parse_prefix
 from sglang_pdd.wan.tls import Identity
 
 HANDSHAKE_S = 5.0
-UNSENT = 512 << 10  # bytes handed to the kernel before they can leave: what a cancellation cannot take back
 SCRAP = 256 << 10  # bytes read at once into nowhere
 
 _CONGESTION = getattr(socket, "TCP_CONGESTION", 13)
@@ -36,7 +35,12 @@ class Tuning:
     give_up_s: float = 15.0  # a peer that cannot be reached for so long has lost its transfers
     retry_s: tuple[float, float] = (0.1, 2.0)  # first, and doubled up to
     congestion: str = "bbr"  # where the kernel has it
-    rate: float | None = None  # bytes/s of all streams to a peer together
+    unsent: int = 512 << 10  # what a stream's kernel holds that could not leave yet, and no choice can take back
+
+    def paced(self, rate: float) -> Tuning:
+        """For a link of ``rate`` bytes/s: a frame takes it for 20 ms at most, and so do a stream's unsent bytes."""
+        frame = min(self.frame, max(64 << 10, int(rate * 0.02)))
+        return replace(self, frame=frame, unsent=min(self.unsent, max(16 << 10, frame // 2)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -287,7 +291,7 @@ def _prepared(sock: socket.socket, tuning: Tuning, identity: Identity | None, *,
         with contextlib.suppress(OSError):
             congestion = sock.getsockopt(socket.IPPROTO_TCP, _CONGESTION, 16).rstrip(b"\0").decode()
         with contextlib.suppress(OSError):
-            sock.setsockopt(socket.IPPROTO_TCP, _NOTSENT_LOWAT, UNSENT)
+            sock.setsockopt(socket.IPPROTO_TCP, _NOTSENT_LOWAT, tuning.unsent)
         with contextlib.suppress(OSError, AttributeError):
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(tuning.progress_s * 1000))
         if identity is None:
