@@ -1,7 +1,7 @@
 """From the engine's blocks to frames, in the order of pages, with all layers of a page together.
 
 Engines list blocks layer after layer, so that a transfer that is cut short holds no whole page. Here the same blocks
-are put into the order in which a receiver can use them.
+are put into the order in which a receiver can use them. In numpy, because a fragmented pool has 256 blocks in each MiB.
 """
 
 from __future__ import annotations
@@ -9,19 +9,18 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
+import numpy as np
+from numpy.typing import NDArray
+
 from sglang_pdd.wan.frames import MAX_BLOCKS, MAX_PAYLOAD
+from sglang_pdd.wan.regions import BoundsError, Ints
 
 FRAME = 1 << 20  # bytes
 MIN_FRAME = 64 << 10  # bytes; smaller ones cost more than the parallel streams that they buy
-
 _ALIGN = 4096
 
 Block = tuple[int, int, int]  # source address, destination address, bytes
-Locate = Callable[[int, int], tuple[int, int]]  # (address, bytes) -> (region, offset)
-
-_Run = tuple[int, int, int, int]  # source region, offset there, offset in the destination's region, bytes
-_Piece = tuple[int, int, int, int, int]  # the same, with the destination's region in the middle
-_Layers = dict[int, list[_Run]]  # by the destination's region
+Locate = Callable[[Ints, Ints], tuple[Ints, Ints]]  # (addresses, lengths) -> (regions, offsets)
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +34,22 @@ class Load:
     regions: Sequence[int]
     offsets: Sequence[int]
     lengths: Sequence[int]
+
+
+@dataclass(frozen=True, slots=True)
+class _Moves:
+    """Blocks, as five columns of any common shape."""
+
+    source_regions: Ints
+    source_offsets: Ints
+    regions: Ints
+    offsets: Ints
+    lengths: Ints
+
+    def load(self, position: int, columns: slice) -> Load:
+        """A frame of these columns of a table that has a row for each layer."""
+        near, near_offsets, regions, offsets, lengths = (each[:, columns].ravel().tolist() for each in _columns(self))
+        return Load(position, sum(lengths), near, near_offsets, regions, offsets, lengths)
 
 
 def plan(
@@ -61,97 +76,91 @@ def plan(
     Raises:
         BoundsError: an address that is in no region.
     """
-    layers: _Layers = {}
-    order: list[_Piece] = []
-    for source_address, address, length in blocks:
-        if length > 0:
-            near, near_offset = source(source_address, length)
-            region, offset = destination(address, length)
-            order.append((near, near_offset, region, offset, length))
-            layers.setdefault(region, []).append((near, near_offset, offset, length))
-    total = sum(piece[4] for piece in order)
-    share = -(-total // streams // _ALIGN) * _ALIGN
+    try:
+        table = np.array(list(blocks), dtype=np.int64).reshape(-1, 3)
+    except OverflowError:
+        raise BoundsError("an address or a length beyond all memory") from None
+    near, far, lengths = table[table[:, 2] != 0].T
+    if not len(lengths):
+        return []
+    moves = _Moves(*source(near, lengths), *destination(far, lengths), lengths)
+    share = -(-int(lengths.sum()) // streams // _ALIGN) * _ALIGN
     size = max(MIN_FRAME, min(frame, MAX_PAYLOAD, share))
-    runs = _common_runs(layers, units)
-    return list(_loads(order if runs is None else _by_page(layers, runs, size), size))
+    layers = _by_layer(moves)
+    pages = None if layers is None else _pages(layers, np.asarray(units, dtype=np.int64))
+    if layers is None or pages is None:
+        return list(_in_order(moves, size))
+    runs, unit = pages
+    page = int(unit.sum())
+    if page > size or len(unit) > MAX_BLOCKS:
+        pieces, _ = _cut(layers, runs, unit, 1)
+        return list(_in_order(_Moves(*(each.T.ravel() for each in _columns(pieces))), size))
+    return list(_whole_pages(layers, runs, unit, size // page))
 
 
-def _common_runs(layers: _Layers, units: Sequence[int]) -> list[int] | None:
-    """Pages of each run of neighbouring pages, if that is the same in all regions."""
-    common: list[int] | None = None
-    for region, blocks in layers.items():
-        unit = units[region]
-        if not unit or any(block[3] % unit for block in blocks):
-            return _equal_blocks(layers)
-        runs = [block[3] // unit for block in blocks]
-        if common is None:
-            common = runs
-        elif runs != common:
-            return None
-    return common
+def _columns(moves: _Moves) -> tuple[Ints, ...]:
+    return moves.source_regions, moves.source_offsets, moves.regions, moves.offsets, moves.lengths
 
 
-def _equal_blocks(layers: _Layers) -> list[int] | None:
-    """Slices of pages (a rank's heads only): each block counts as a page of its own."""
-    counts = {len(blocks) for blocks in layers.values()}
-    alike = len(counts) == 1 and all(len({block[3] for block in blocks}) == 1 for blocks in layers.values())
-    return [1] * counts.pop() if alike else None
+def _by_layer(moves: _Moves) -> _Moves | None:
+    """As a table with a row for each of the destination's regions, if each comes once and has as many blocks."""
+    ends = np.append(np.flatnonzero(np.diff(moves.regions)) + 1, len(moves.regions))
+    rows, width = len(ends), int(ends[0])
+    if (ends != np.arange(1, rows + 1) * width).any() or len(np.unique(moves.regions[::width])) != rows:
+        return None
+    return _Moves(*(each.reshape(rows, width) for each in _columns(moves)))
 
 
-def _by_page(layers: _Layers, runs: Sequence[int], size: int) -> Iterator[_Piece | None]:
-    """Pieces in the order of pages; None where a frame should end."""
-    page = sum(blocks[0][3] // runs[0] for blocks in layers.values())
-    whole = page <= size and len(layers) <= MAX_BLOCKS
-    pages, most_runs = max(1, size // page), max(1, MAX_BLOCKS // len(layers))
-    left = pages
-    group: list[tuple[int, int, int]] = []  # run, first page in it, pages
-    for run, length in enumerate(runs):
-        start = 0
-        while start < length:
-            n = min(length - start, left)
-            group.append((run, start, n))
-            start += n
-            left -= n
-            if not left or len(group) == most_runs:
-                yield from _group(layers, runs, group)
-                if whole:
-                    yield None
-                group, left = [], pages
-    yield from _group(layers, runs, group)
+def _pages(layers: _Moves, units: Ints) -> tuple[Ints, Ints] | None:
+    """(pages of each run of neighbouring pages, bytes of a page in each layer), if all layers have the same pages."""
+    unit = units[layers.regions[:, 0]]
+    if (unit > 0).all() and not (layers.lengths % unit[:, None]).any():
+        runs = layers.lengths // unit[:, None]
+        return (runs[0], unit) if (runs == runs[0]).all() else None
+    if (layers.lengths == layers.lengths[:, :1]).all():
+        # Slices of pages, a rank's heads only: each counts as a page of its own.
+        return np.ones(layers.lengths.shape[1], dtype=np.int64), layers.lengths[:, 0]
+    return None
 
 
-def _group(layers: _Layers, runs: Sequence[int], group: list[tuple[int, int, int]]) -> Iterator[_Piece]:
-    for region, blocks in layers.items():
-        for run, start, n in group:
-            near, near_offset, offset, length = blocks[run]
-            if n != runs[run]:
-                unit = length // runs[run]
-                near_offset, offset, length = near_offset + start * unit, offset + start * unit, n * unit
-            yield near, near_offset, region, offset, length
+def _cut(layers: _Moves, runs: Ints, unit: Ints, every: int) -> tuple[_Moves, Ints]:
+    """The same with runs cut at each ``every``-th page, and the first page of each column."""
+    starts = np.append(0, np.cumsum(runs))
+    first = np.union1d(starts[:-1], np.arange(0, starts[-1], every))
+    pages = np.diff(np.append(first, starts[-1]))
+    run = np.searchsorted(starts, first, side="right") - 1
+    skipped = (first - starts[run]) * unit[:, None]
+    pieces = _Moves(
+        layers.source_regions[:, run],
+        layers.source_offsets[:, run] + skipped,
+        layers.regions[:, run],
+        layers.offsets[:, run] + skipped,
+        pages * unit[:, None],
+    )
+    return pieces, first
 
 
-def _loads(pieces: Iterable[_Piece | None], size: int) -> Iterator[Load]:
+def _whole_pages(layers: _Moves, runs: Ints, unit: Ints, pages: int) -> Iterator[Load]:
+    """Frames of at most ``pages`` pages."""
+    pieces, first = _cut(layers, runs, unit, pages)
+    edges: NDArray[np.intp] = np.flatnonzero(np.diff(first // pages)) + 1
+    most = MAX_BLOCKS // len(unit)
+    page = int(unit.sum())
+    for start, stop in zip([0, *edges.tolist()], [*edges.tolist(), len(first)], strict=True):
+        for at in range(start, stop, most):
+            yield pieces.load(int(first[at]) * page, slice(at, min(at + most, stop)))
+
+
+def _in_order(moves: _Moves, size: int) -> Iterator[Load]:
     """Fill frames up to ``size`` bytes. A block that would fit into a frame of its own is not split."""
     position = used = 0
-    held: list[_Piece] = []
-    for piece in pieces:
-        if piece is None:
-            if held:
-                yield _load(position, used, held)
-                position, used, held = position + used, 0, []
-            continue
-        near, near_offset, region, offset, length = piece
+    held: list[tuple[int, int, int, int, int]] = []
+    for near, near_offset, region, offset, length in zip(*(each.tolist() for each in _columns(moves)), strict=True):
         while length:
             if held and (len(held) == MAX_BLOCKS or used == size or used + length > size >= length):
-                yield _load(position, used, held)
+                yield Load(position, used, *zip(*held, strict=True))
                 position, used, held = position + used, 0, []
             n = min(length, size - used)
             held.append((near, near_offset, region, offset, n))
             near_offset, offset, length, used = near_offset + n, offset + n, length - n, used + n
-    if held:
-        yield _load(position, used, held)
-
-
-def _load(position: int, size: int, pieces: list[_Piece]) -> Load:
-    near, near_offsets, regions, offsets, lengths = zip(*pieces, strict=True)
-    return Load(position, size, near, near_offsets, regions, offsets, lengths)
+    yield Load(position, used, *zip(*held, strict=True))

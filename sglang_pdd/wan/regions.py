@@ -6,12 +6,14 @@ gathered into, and scattered from, a region of pinned host memory.
 
 from __future__ import annotations
 
-import bisect
 import ctypes
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-Buffer = bytes | bytearray | memoryview
+import numpy as np
+from numpy.typing import NDArray
+
+Ints = NDArray[np.int64]
 
 
 class BoundsError(ValueError):
@@ -73,13 +75,13 @@ class Regions:
             found.append(views[region][offset:end])
         return found
 
-    def locate(self, address: int, length: int) -> tuple[int, int]:
-        """(region, offset) of an address of this process.
+    def locate(self, addresses: Ints, lengths: Ints) -> tuple[Ints, Ints]:
+        """Regions and offsets of addresses of this process.
 
         Raises:
             BoundsError: not within one region.
         """
-        return self._index.locate(address, length)
+        return self._index.locate(addresses, lengths)
 
 
 class Remote:
@@ -94,32 +96,26 @@ class Remote:
         self.units = [unit for _, unit in shape]
         self._index = _Index([(base, size) for base, (size, _) in zip(bases, shape, strict=True)])
 
-    def locate(self, address: int, length: int) -> tuple[int, int]:
-        """(region, offset) of an address of the peer.
+    def locate(self, addresses: Ints, lengths: Ints) -> tuple[Ints, Ints]:
+        """Regions and offsets of addresses of the peer.
 
         Raises:
             BoundsError: not within one region.
         """
-        return self._index.locate(address, length)
+        return self._index.locate(addresses, lengths)
 
 
 class _Index:
-    """From addresses to regions. Regions that share memory are found under one of their numbers."""
+    """From addresses to regions. Of regions that begin at the same place, the largest is found."""
 
     def __init__(self, spans: Sequence[tuple[int, int]]) -> None:
-        self._order = sorted(range(len(spans)), key=lambda region: spans[region])
-        self._spans = spans
-        self._starts = [spans[region][0] for region in self._order]
-        self._last = 0, 0, -1  # start, end, region of the last hit: blocks come layer after layer
+        order = sorted(range(len(spans)), key=lambda region: spans[region])
+        self._numbers: Ints = np.array(order, dtype=np.int64)
+        self._starts: Ints = np.array([spans[region][0] for region in order], dtype=np.int64)
+        self._ends: Ints = self._starts + np.array([spans[region][1] for region in order], dtype=np.int64)
 
-    def locate(self, address: int, length: int) -> tuple[int, int]:
-        start, end, region = self._last
-        if not (start <= address and address + length <= end):
-            at = bisect.bisect_right(self._starts, address) - 1
-            region = self._order[at] if at >= 0 else -1
-            start, size = self._spans[region] if at >= 0 else (0, 0)
-            end = start + size
-            if length <= 0 or at < 0 or address + length > end:
-                raise BoundsError(f"{length} bytes at an address outside of all {len(self._spans)} regions")
-            self._last = start, end, region
-        return region, address - start
+    def locate(self, addresses: Ints, lengths: Ints) -> tuple[Ints, Ints]:
+        at = np.searchsorted(self._starts, addresses, side="right") - 1
+        if not len(self._starts) or ((at < 0) | (lengths <= 0) | (lengths > self._ends[at] - addresses)).any():
+            raise BoundsError(f"a block outside of all {len(self._starts)} regions")
+        return self._numbers[at], addresses - self._starts[at]

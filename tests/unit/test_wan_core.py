@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -12,7 +13,7 @@ from sglang_pdd.wan import frames
 from sglang_pdd.wan.frames import Ack, Cancel, Cancelled, Data, Frame, FrameError, Hello, Ping, Pong, Reject, Welcome
 from sglang_pdd.wan.landing import Claim, Landings, Spans
 from sglang_pdd.wan.plan import MIN_FRAME, Load, plan
-from sglang_pdd.wan.regions import BoundsError, Region, Regions, Remote
+from sglang_pdd.wan.regions import BoundsError, Ints, Region, Regions, Remote
 
 ALL = (Hello, Welcome, Reject, Data, Ack, Cancel, Cancelled, Ping, Pong)
 
@@ -117,6 +118,11 @@ def test_a_flipped_byte_is_refused_or_still_within_the_limits(at: int, value: in
 # --- regions ------------------------------------------------------------------------------------------------------
 
 
+def located(regions: Regions | Remote, address: int, length: int) -> tuple[int, int]:
+    region, offset = regions.locate(np.array([address]), np.array([length]))
+    return int(region[0]), int(offset[0])
+
+
 def test_views_are_the_memory_itself() -> None:
     first, second = bytearray(100), bytearray(50)
     address = Region.of(first).address
@@ -126,7 +132,7 @@ def test_views_are_the_memory_itself() -> None:
     views[0][:] = b"abcde"
     views[1][:] = b"x" * 50
     assert first[10:15] == b"abcde" and second == b"x" * 50
-    assert regions.locate(address + 10, 90) == (0, 10)
+    assert located(regions, address + 10, 90) == (0, 10)
 
 
 @pytest.mark.parametrize(
@@ -140,11 +146,11 @@ def test_nothing_outside_of_a_region(block: tuple[int, int, int]) -> None:
 
 def test_addresses_of_a_peer() -> None:
     remote = Remote([5000, 1000], [(100, 4), (50, 2)])
-    assert remote.locate(5000, 100) == (0, 0)
-    assert remote.locate(1049, 1) == (1, 49)
+    assert located(remote, 5000, 100) == (0, 0)
+    assert located(remote, 1049, 1) == (1, 49)
     for address, length in ((4999, 2), (5099, 2), (1050, 1), (0, 1), (5000, 0), (999, 1)):
         with pytest.raises(BoundsError):
-            remote.locate(address, length)
+            located(remote, address, length)
     with pytest.raises(BoundsError, match="1 regions, its registration names 2"):
         Remote([1, 2], [(1, 0)])
 
@@ -152,9 +158,9 @@ def test_addresses_of_a_peer() -> None:
 # --- the plan -----------------------------------------------------------------------------------------------------
 
 
-def where(address: int, length: int) -> tuple[int, int]:
+def where(addresses: Ints, lengths: Ints) -> tuple[Ints, Ints]:
     """A region every 2^32 bytes."""
-    return address >> 32, address & 0xFFFFFFFF
+    return addresses >> 32, addresses & 0xFFFFFFFF
 
 
 def layered(layers: int, runs: list[int], unit: int, rng: random.Random) -> list[tuple[int, int, int]]:
@@ -240,6 +246,8 @@ def test_what_is_no_kv_keeps_its_order() -> None:
     (load,) = plan(blocks, where, where, [0, 0, 0, 0])
     assert (load.regions, load.offsets, load.lengths) == ((0, 3, 0), (64, 0, 0), (8, 128, 4))
     assert plan([], where, where, []) == []
+    with pytest.raises(BoundsError):
+        plan([(1 << 64, 0, 1)], where, where, [])
 
 
 # --- landings -----------------------------------------------------------------------------------------------------
