@@ -34,7 +34,7 @@ from sglang_pdd.metrics import Counters
 from sglang_pdd.wan.receiver import Receiver
 from sglang_pdd.wan.regions import Region, Regions
 from sglang_pdd.wan.sender import Sender
-from sglang_pdd.wan.stream import Tuning
+from sglang_pdd.wan.sockets import Tuning
 from sglang_pdd.wan.tls import Identity
 
 LAYERS = 16

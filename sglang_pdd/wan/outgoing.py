@@ -27,7 +27,8 @@ from sglang_pdd.wan.frames import (
 )
 from sglang_pdd.wan.regions import BoundsError
 from sglang_pdd.wan.schedule import Frame
-from sglang_pdd.wan.stream import HANDSHAKE_S, Stream, StreamClosed
+from sglang_pdd.wan.sockets import HANDSHAKE_S, connect
+from sglang_pdd.wan.stream import Stream, StreamClosed
 
 if TYPE_CHECKING:
     from sglang_pdd.wan.peer import Peer
@@ -56,6 +57,7 @@ class Outgoing(threading.Thread):
         self._views: list[memoryview] = []  # what is left of the frame being sent
         self._progress = 0.0  # when something last moved
         self._acked = 0  # bytes, says the kernel
+        self._looked = 0.0
         self._pinged = False
 
     def wake(self) -> None:
@@ -91,7 +93,7 @@ class Outgoing(threading.Thread):
 
     def _connected(self) -> Stream:
         peer, sender = self.peer, self._sender
-        stream = self._stream = Stream.connect(peer.address, self._tuning, sender.identity)
+        stream = self._stream = connect(peer.address, self._tuning, sender.identity)
         try:
             if peer.closed:
                 raise StreamClosed("the peer was dropped")
@@ -189,7 +191,7 @@ class Outgoing(threading.Thread):
         head = Data(
             room.id, part.index, parts, load.position, part.total, load.size, load.regions, load.offsets, load.lengths
         )
-        views = self._sender.regions.views(load.source_regions, load.source_offsets, load.lengths)
+        views = self._sender.memory.read(load.source_regions, load.source_offsets, load.lengths)
         self._views = [memoryview(encode(head)), *views]
         self._sender.counters.inc("stream.frames", **self._labels)
         self._sender.counters.inc("stream.bytes", load.size, **self._labels)
@@ -204,15 +206,17 @@ class Outgoing(threading.Thread):
                 self._look(stream)
                 return 0.0
             return self._tuning.idle_s - silent
-        if silent > LOOK_S and self._look(stream):
+        look = min(LOOK_S, self._tuning.progress_s / 4)
+        if now - self._looked > look and self._look(stream):
             self._progress = now
         elif silent > self._tuning.progress_s:
             raise StreamClosed(f"no progress for {self._tuning.progress_s:g} s")
-        return min(LOOK_S, self._tuning.progress_s / 4)
+        return look
 
     def _look(self, stream: Stream) -> bool:
         """What the kernel knows, into the metrics. True: the peer's kernel has taken bytes since the last look."""
-        info = stream.info()
+        info, self._looked = stream.info(), time.monotonic()
+        stream.hold(self._tuning.paced(self.peer.link.estimate.bandwidth).unsent)
         moved, self._acked = info.acked > self._acked, info.acked
         if info.rtt:
             with self._sender.change:

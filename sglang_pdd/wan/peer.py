@@ -100,15 +100,15 @@ class Peer:
             ticket.end("failed", f"{self.name} cannot be reached")
             return ticket
         assert self._remote is not None
-        tuning, locate = self.sender.tuning, self.sender.regions.locate
-        loads = plan(
-            blocks, locate, self._remote.locate, self._remote.units, frame=tuning.frame, streams=tuning.streams
-        )
+        tuning = self.sender.tuning.paced(self.link.estimate.bandwidth)
+        near, far = self.sender.memory.locate, self._remote.locate
+        loads = plan(blocks, near, far, self._remote.units, frame=tuning.frame, streams=tuning.streams)
         with self._change:
             if self.closed or room in self._over:
                 ticket.end("failed", "the room is over" if room in self._over else f"{self.name} was dropped")
             elif room in self._cancelling:
-                ticket.end("cancelled", "the room is being cancelled")
+                tickets = self._rooms[room].tickets
+                tickets[-1 - len(tickets)] = Part(-1, 0), ticket  # ends with the others
             elif not loads and not last:
                 ticket.end("landed")
             else:

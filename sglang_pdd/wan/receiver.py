@@ -17,8 +17,9 @@ from sglang_pdd.metrics import Counters, LogLimit
 from sglang_pdd.wan.frames import Ack, Cancel, Cancelled, Data, FrameError, Hello, Outcome, Ping, Pong, Reject, Welcome
 from sglang_pdd.wan.frames import encode as encoded
 from sglang_pdd.wan.landing import Claim, Landed, Landings
-from sglang_pdd.wan.regions import BoundsError, Regions
-from sglang_pdd.wan.stream import HANDSHAKE_S, Stream, StreamClosed, Tuning
+from sglang_pdd.wan.regions import BoundsError, Memory
+from sglang_pdd.wan.sockets import HANDSHAKE_S, Tuning, accepted
+from sglang_pdd.wan.stream import Stream, StreamClosed
 from sglang_pdd.wan.tls import Identity
 
 MAX_STREAMS = 512
@@ -33,14 +34,14 @@ class Receiver:
     """All methods may be called by any thread, and return at once unless they say otherwise.
 
     Args:
-        regions: what may be written.
+        memory: what may be written.
         identity: for TLS; without, only loopback is listened on, unless ``insecure``.
         landed: called from a stream's thread for every frame that has landed; must be quick.
     """
 
     def __init__(
         self,
-        regions: Regions,
+        memory: Memory,
         counters: Counters,
         *,
         identity: Identity | None = None,
@@ -49,7 +50,7 @@ class Receiver:
         landed: Callable[[Landed], None] = lambda landed: None,
     ) -> None:
         self.token = os.urandom(16)  # what a sender must have been told; another life has another
-        self._regions = regions
+        self._memory = memory
         self._counters = counters
         self._identity = identity
         self._insecure = insecure
@@ -176,7 +177,7 @@ class Receiver:
     def _serve(self, sock: socket.socket) -> None:
         stream, key = None, None
         try:
-            stream = Stream.accepted(sock, self._tuning, self._identity)
+            stream = accepted(sock, self._tuning, self._identity)
             key = self._welcome(sock, stream)
             if key is not None:
                 self._receive(stream, key[0])
@@ -215,7 +216,7 @@ class Receiver:
             if self._ended:
                 raise StreamClosed("shutting down")
         stream.blocking(self._tuning.progress_s)
-        stream.write(encoded(Welcome(self._regions.shape)))
+        stream.write(encoded(Welcome(self._memory.shape)))
         return key
 
     def _receive(self, stream: Stream, session: int) -> None:
@@ -233,7 +234,7 @@ class Receiver:
                 stream.write(encoded(Pong()))
 
     def _data(self, stream: Stream, session: int, data: Data) -> None:
-        views = self._regions.views(data.regions, data.offsets, data.lengths)
+        views = self._memory.write(data.regions, data.offsets, data.lengths)
         claim = self._begin(stream, session, data)
         landed, settled = None, False
         outcome: Outcome = "landed"
@@ -241,6 +242,7 @@ class Receiver:
             written = False
             try:
                 stream.fill(views)
+                self._memory.written(data.regions, data.offsets, data.lengths)
                 written = True
             finally:
                 with self._change:

@@ -1,14 +1,11 @@
-"""Memory that a transport may touch: numbered regions, every access checked against their bounds.
-
-A region is host memory: a buffer, or an address that somebody else keeps alive. Memory of a device is none; it is
-gathered into, and scattered from, a region of pinned host memory.
-"""
+"""Memory that a transport may touch: numbered regions, every access checked against their bounds."""
 
 from __future__ import annotations
 
 import ctypes
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -43,8 +40,32 @@ class Region:
         return Region(ctypes.addressof(ctypes.c_char.from_buffer(view)), len(view), unit, view=view)
 
 
+class Memory(Protocol):
+    """What a transport needs of a pool. All methods check bounds (`BoundsError`) and may be called by any thread.
+
+    `Regions` is memory of the host, used in place. For memory of a device, `read` gathers into pinned staging of the
+    calling thread and waits for it, `write` hands staging out, and `written` scatters it and waits.
+    """
+
+    @property
+    def shape(self) -> tuple[tuple[int, int], ...]:
+        """What a peer is told: (bytes, bytes of a page) of each region."""
+
+    def locate(self, addresses: Ints, lengths: Ints) -> tuple[Ints, Ints]:
+        """Regions and offsets of addresses of this process."""
+
+    def read(self, regions: Sequence[int], offsets: Sequence[int], lengths: Sequence[int]) -> list[memoryview]:
+        """Host memory that holds these blocks, in order; good until this thread's next call."""
+
+    def write(self, regions: Sequence[int], offsets: Sequence[int], lengths: Sequence[int]) -> list[memoryview]:
+        """Host memory to be filled with these blocks, in order; good until this thread's next call."""
+
+    def written(self, regions: Sequence[int], offsets: Sequence[int], lengths: Sequence[int]) -> None:
+        """What this thread's last `write` gave has been filled. On return the blocks are where they belong."""
+
+
 class Regions:
-    """This process's regions, in the order by which peers number them. Immutable."""
+    """Host memory, in the order by which peers number its regions. Immutable."""
 
     def __init__(self, regions: Iterable[Region]) -> None:
         self.regions = tuple(regions)
@@ -60,11 +81,11 @@ class Regions:
         """What a peer is told: (bytes, bytes of a page) of each."""
         return tuple((region.size, region.unit) for region in self.regions)
 
-    def views(self, regions: Sequence[int], offsets: Sequence[int], lengths: Sequence[int]) -> list[memoryview]:
-        """The blocks, as buffers to read or write.
+    def read(self, regions: Sequence[int], offsets: Sequence[int], lengths: Sequence[int]) -> list[memoryview]:
+        """The blocks themselves.
 
         Raises:
-            BoundsError: a block that is not within its region. Nothing was touched.
+            BoundsError: a block that is not within its region.
         """
         views, sizes, known = self._views, self._sizes, len(self._views)
         found = []
@@ -74,6 +95,11 @@ class Regions:
                 raise BoundsError(f"{length} bytes at {offset} of region {region}")
             found.append(views[region][offset:end])
         return found
+
+    write = read
+
+    def written(self, regions: Sequence[int], offsets: Sequence[int], lengths: Sequence[int]) -> None:
+        """Nothing is left to do."""
 
     def locate(self, addresses: Ints, lengths: Ints) -> tuple[Ints, Ints]:
         """Regions and offsets of addresses of this process.

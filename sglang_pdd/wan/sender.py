@@ -9,9 +9,9 @@ from collections.abc import Sequence
 
 from sglang_pdd.metrics import Counters, LogLimit
 from sglang_pdd.wan.peer import Peer
-from sglang_pdd.wan.regions import Regions
+from sglang_pdd.wan.regions import Memory
 from sglang_pdd.wan.schedule import Pace, Schedule
-from sglang_pdd.wan.stream import Tuning
+from sglang_pdd.wan.sockets import Tuning
 from sglang_pdd.wan.tls import Identity
 
 _log = logging.getLogger(__name__)
@@ -22,14 +22,14 @@ class Sender:
 
     Args:
         node: this node's id.
-        regions: what may be read.
+        memory: what may be read.
         rate: bytes/s of payload to all peers together; None: no limit.
     """
 
     def __init__(
         self,
         node: str,
-        regions: Regions,
+        memory: Memory,
         counters: Counters,
         *,
         identity: Identity | None = None,
@@ -37,7 +37,7 @@ class Sender:
         rate: float | None = None,
     ) -> None:
         self.node = node
-        self.regions = regions
+        self.memory = memory
         self.counters = counters
         self.identity = identity
         self.tuning = tuning or Tuning()

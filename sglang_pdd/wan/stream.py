@@ -1,4 +1,4 @@
-"""One TCP connection, plain or TLS: socket options, and bytes in and out of scattered memory."""
+"""One connection, plain or TLS: bytes in and out of scattered memory, what the kernel knows, what it is told."""
 
 from __future__ import annotations
 
@@ -6,15 +6,12 @@ import contextlib
 import socket
 import ssl
 import struct
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from sglang_pdd.wan.frames import PREFIX, Frame, parse, parse_prefix
-from sglang_pdd.wan.tls import Identity
 
-HANDSHAKE_S = 5.0
 SCRAP = 256 << 10  # bytes read at once into nowhere
 
-_CONGESTION = getattr(socket, "TCP_CONGESTION", 13)
 _MAX_PACING_RATE = 47
 _NOTSENT_LOWAT = 25
 _AGAIN = (ssl.SSLWantReadError, ssl.SSLWantWriteError, BlockingIOError)
@@ -22,25 +19,6 @@ _AGAIN = (ssl.SSLWantReadError, ssl.SSLWantWriteError, BlockingIOError)
 
 class StreamClosed(ConnectionError):
     """The peer has gone, or has made no progress for too long."""
-
-
-@dataclass(frozen=True, slots=True)
-class Tuning:
-    """How streams behave. Times are in seconds, sizes in bytes."""
-
-    streams: int = 4  # to each peer rank
-    frame: int = 1 << 20
-    progress_s: float = 5.0  # without any progress for so long a connection is given up, and made anew
-    idle_s: float = 5.0  # an idle stream says so often that it is there
-    give_up_s: float = 15.0  # a peer that cannot be reached for so long has lost its transfers
-    retry_s: tuple[float, float] = (0.1, 2.0)  # first, and doubled up to
-    congestion: str = "bbr"  # where the kernel has it
-    unsent: int = 512 << 10  # what a stream's kernel holds that could not leave yet, and no choice can take back
-
-    def paced(self, rate: float) -> Tuning:
-        """For a link of ``rate`` bytes/s: a frame takes it for 20 ms at most, and so do a stream's unsent bytes."""
-        frame = min(self.frame, max(64 << 10, int(rate * 0.02)))
-        return replace(self, frame=frame, unsent=min(self.unsent, max(16 << 10, frame // 2)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,28 +36,7 @@ class Stream:
     def __init__(self, sock: socket.socket, peer: str = "") -> None:
         self.sock = sock
         self.peer = peer  # the name of its certificate, "" without TLS
-        self.congestion = ""
         self.pacing = 0  # bytes/s, 0: none
-
-    @staticmethod
-    def connect(address: tuple[str, int], tuning: Tuning, identity: Identity | None) -> Stream:
-        """Dial. Blocks for `HANDSHAKE_S` at most, for each address that the host has.
-
-        Raises:
-            OSError: no connection, or (``ssl.SSLError``) nobody we know.
-        """
-        sock = socket.create_connection(address, HANDSHAKE_S)
-        return _prepared(sock, tuning, identity, server=False)
-
-    @staticmethod
-    def accepted(sock: socket.socket, tuning: Tuning, identity: Identity | None) -> Stream:
-        """Take over an accepted socket. Blocks for `HANDSHAKE_S` at most.
-
-        Raises:
-            OSError: the peer has gone, or (``ssl.SSLError``) is nobody we know.
-        """
-        sock.settimeout(HANDSHAKE_S)
-        return _prepared(sock, tuning, identity, server=True)
 
     # --- blocking -----------------------------------------------------------------------------------------------------
 
@@ -198,6 +155,11 @@ class Stream:
                 self.sock.setsockopt(socket.SOL_SOCKET, _MAX_PACING_RATE, struct.pack(kind, value))
                 self.pacing = value
 
+    def hold(self, n: int) -> None:
+        """The kernel is to hold at most about ``n`` bytes that cannot leave yet."""
+        with contextlib.suppress(OSError):
+            self.sock.setsockopt(socket.IPPROTO_TCP, _NOTSENT_LOWAT, n)
+
     def info(self) -> Info:
         """What the kernel says; zeros where it says nothing."""
         try:
@@ -280,32 +242,3 @@ def _rest(views: list[memoryview], done: int) -> list[memoryview]:
             return [view[done:], *views[at + 1 :]] if done else views[at:]
         done -= len(view)
     return []
-
-
-def _prepared(sock: socket.socket, tuning: Tuning, identity: Identity | None, *, server: bool) -> Stream:
-    try:
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        congestion = ""
-        with contextlib.suppress(OSError):  # the kernel's default then
-            sock.setsockopt(socket.IPPROTO_TCP, _CONGESTION, tuning.congestion.encode())
-        with contextlib.suppress(OSError):
-            congestion = sock.getsockopt(socket.IPPROTO_TCP, _CONGESTION, 16).rstrip(b"\0").decode()
-        with contextlib.suppress(OSError):
-            sock.setsockopt(socket.IPPROTO_TCP, _NOTSENT_LOWAT, tuning.unsent)
-        with contextlib.suppress(OSError, AttributeError):
-            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(tuning.progress_s * 1000))
-        if identity is None:
-            stream = Stream(sock)
-        else:
-            context = identity.server if server else identity.client
-            wrapped = context.wrap_socket(sock, server_side=server)
-            sock = wrapped
-            name = identity.peer(wrapped.getpeercert(True))
-            if name is None:
-                raise ssl.SSLError("the certificate is none of the peers'")
-            stream = TlsStream(wrapped, name)
-        stream.congestion = congestion
-        return stream
-    except BaseException:
-        sock.close()
-        raise

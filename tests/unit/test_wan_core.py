@@ -128,7 +128,7 @@ def test_views_are_the_memory_itself() -> None:
     address = Region.of(first).address
     regions = Regions([Region.at(address, 100, 10), Region.of(second)])
     assert regions.shape == ((100, 10), (50, 0))
-    views = regions.views((0, 1, 0), (10, 0, 99), (5, 50, 1))
+    views = regions.read((0, 1, 0), (10, 0, 99), (5, 50, 1))
     views[0][:] = b"abcde"
     views[1][:] = b"x" * 50
     assert first[10:15] == b"abcde" and second == b"x" * 50
@@ -141,7 +141,7 @@ def test_views_are_the_memory_itself() -> None:
 def test_nothing_outside_of_a_region(block: tuple[int, int, int]) -> None:
     regions = Regions([Region.of(bytearray(100)), Region.of(bytearray(50))])
     with pytest.raises(BoundsError):
-        regions.views(*((each,) for each in block))
+        regions.read(*((each,) for each in block))
 
 
 def test_addresses_of_a_peer() -> None:

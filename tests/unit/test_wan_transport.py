@@ -26,7 +26,8 @@ from sglang_pdd.wan.peer import Peer
 from sglang_pdd.wan.receiver import Receiver
 from sglang_pdd.wan.regions import BoundsError, Region, Regions
 from sglang_pdd.wan.sender import Sender
-from sglang_pdd.wan.stream import Stream, Tuning
+from sglang_pdd.wan.sockets import Tuning, connect
+from sglang_pdd.wan.stream import Stream
 from sglang_pdd.wan.tls import Identity
 
 # A niced test may stand still for seconds: only where a time-out is the subject is it short.
@@ -454,7 +455,7 @@ def test_idle_streams_stay(make: Callable[..., Pair]) -> None:
 
 
 def dial(pair: Pair, token: bytes | None = None, session: int = 9, stream: int = 0) -> Stream:
-    raw = Stream.connect(pair.address, QUICK, None)
+    raw = connect(pair.address, QUICK, None)
     raw.blocking(2.0)
     raw.write(frames.encode(Hello("x", pair.receiver.token if token is None else token, session, stream)))
     return raw
