@@ -143,7 +143,7 @@ class Pair:
         for far in self.far:
             far[:] = b"\xee" * SIZE
 
-    def assert_scribbled(self, seconds: float = 0.3) -> None:
+    def assert_scribbled(self, seconds: float = 0.2) -> None:
         """Nobody writes any more."""
         time.sleep(seconds)
         assert all(far == b"\xee" * SIZE for far in self.far)
@@ -445,10 +445,63 @@ def test_dropping_a_peer_ends_its_tickets(make: Callable[..., Pair]) -> None:
 def test_idle_streams_stay(make: Callable[..., Pair]) -> None:
     pair = make(tuning=replace(QUICK, idle_s=0.1))
     wait_for(lambda: pair.peer.any_up)
-    time.sleep(1.0)
+    time.sleep(0.7)
     pair.receiver.open(1)
     assert pair.peer.submit(1, pair.pages([(1, 1)])).wait(LONG) == "landed"
     assert not [name for name in pair.counters.snapshot() if "reconnects" in name]
+
+
+@pytest.mark.parametrize("seed", [1, 2])
+def test_whatever_happens_pages_are_whole_or_untouched(make: Callable[..., Pair], seed: int) -> None:
+    """Rooms with pages of their own, while connections break and hang and rooms are cancelled and closed at random."""
+    pair = make(relayed=True, rate=40e6, tuning=replace(QUICK, progress_s=1.0))
+    assert pair.relay is not None
+    rng = random.Random(seed)
+    rooms, each = 24, 40
+    sources = rng.sample(range(SIZE // PAGE), rooms * each)
+    targets = rng.sample(range(SIZE // PAGE), rooms * each)
+    pages = [list(zip(sources[r * each :][:each], targets[r * each :][:each], strict=True)) for r in range(rooms)]
+    tickets, closed = {}, set()
+
+    def scribble(room: int) -> None:
+        assert pair.receiver.wait_quiet(room)
+        scribble_all(pair, pages[room])
+        closed.add(room)
+
+    for room in range(rooms):
+        pair.receiver.open(room)
+        tickets[room] = pair.peer.submit(room, pair.pages(pages[room]), last=True)
+        time.sleep(rng.random() * 0.03)
+        victim, dice = rng.randrange(room + 1), rng.random()
+        if dice < 0.2:
+            pair.relay.cut()
+        elif dice < 0.3:
+            pair.relay.hold(True)
+            time.sleep(0.05)
+            pair.relay.hold(False)
+        elif dice < 0.5:
+            pair.peer.cancel(victim)
+        elif dice < 0.7 and tickets[victim].ending is None:
+            pair.receiver.close(victim)
+            scribble(victim)
+    for room, ticket in tickets.items():
+        ending = ticket.wait(LONG)
+        assert ending in ("landed", "cancelled", "refused")
+        if ending == "cancelled" and room not in closed:
+            scribble_all(pair, pages[room])  # the acknowledgement alone must do
+            closed.add(room)
+    time.sleep(0.2)
+    for room in range(rooms):
+        for near, far in zip(pair.near, pair.far, strict=True):
+            for a, b in pages[room]:
+                wanted = b"\xee" * PAGE if room in closed else near[a * PAGE : (a + 1) * PAGE]
+                assert far[b * PAGE : (b + 1) * PAGE] == wanted
+
+
+def scribble_all(pair: Pair, pages: list[tuple[int, int]]) -> None:
+    for far in pair.far:
+        for _, b in pages:
+            far[b * PAGE : (b + 1) * PAGE] = b"\xee" * PAGE
 
 
 # --- strangers ----------------------------------------------------------------------------------------------------
@@ -512,6 +565,26 @@ def test_a_sender_that_comes_back_replaces_its_old_stream(make: Callable[..., Pa
         first.read(1)
     first.close()
     second.close()
+
+
+def test_garbage_on_a_welcomed_stream(make: Callable[..., Pair]) -> None:
+    """A frame with some bytes changed, again and again: refused, or written where its own table says."""
+    pair = make()
+    pair.receiver.open(1)
+    rng = random.Random(3)
+    for _ in range(60):
+        raw = dial(pair, session=rng.getrandbits(63))
+        assert isinstance(answer(raw), Welcome)
+        forged = bytearray(one_page(room=9, region=1) + b"x" * PAGE)
+        for _ in range(rng.randint(1, 4)):
+            forged[rng.randrange(80)] = rng.randrange(256)
+        with contextlib.suppress(OSError, frames.FrameError):
+            raw.write(bytes(forged))
+            raw.sock.shutdown(socket.SHUT_WR)
+            answer(raw)
+        raw.close()
+    pair.check([])
+    assert pair.peer.submit(1, pair.pages([(1, 1)])).wait(LONG) == "landed"
 
 
 @pytest.mark.parametrize(
