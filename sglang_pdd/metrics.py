@@ -42,7 +42,7 @@ CATALOG: dict[str, str] = {
     "stream.segments_retransmitted": "TCP segments sent again on the present connection, by peer and stream",
     "stream.pacing": "Bytes/s to which the kernel paces a stream (0: no limit), by peer and stream",
     "stream.skipped": "Frames received and not written, by cause (duplicate, closed)",
-    "stream.refused": "Streams refused or ended by a receiver, by cause (malformed, token, handshake, lost, callback)",
+    "stream.refused": "Streams refused or ended by a receiver, by cause (malformed, token, handshake, lost, bug)",
     "lan.bytes": "KV bytes sent over the LAN",
     "hooks.errors": "Exceptions caught in a hook, by hook",
     "peers": "Connected peers, by role",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import select
 import threading
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
 
 LOOK_S = 1.0  # how often a stream with something on its way looks at the time, and at what the kernel knows
 
+_log = logging.getLogger(__name__)
 _ANSWERS = (Ack, Cancelled, Pong)
 
 
@@ -80,7 +82,9 @@ class Outgoing(threading.Thread):
                     with contextlib.closing(self._connected()) as stream:
                         delay = self._tuning.retry_s[0]
                         self._pump(stream)
-                except (OSError, FrameError, BoundsError) as error:
+                except Exception as error:  # whatever it is, what was on its way must go again, or fail in the end
+                    if not isinstance(error, (OSError, FrameError, BoundsError)):
+                        _log.exception("stream %d to %s", self.index, self.peer.name)
                     self._broken(error)
                 self._rest(delay)
                 delay = min(2 * delay, self._tuning.retry_s[1])

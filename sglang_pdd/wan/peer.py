@@ -187,7 +187,6 @@ class Peer:
         with self._change:
             self._remote = Remote(self._bases, shape)
             self.down_since = None
-            self.controls |= self._cancelling  # an answer may have been lost with a stream
             self._change.notify_all()
 
     def lost(self, frames: Iterable[Frame], *, all_down: bool) -> int:
@@ -199,7 +198,7 @@ class Peer:
             if frame.attempts >= MAX_ATTEMPTS and known is not None and known.room is frame.room:
                 self._schedule.cancel(known.room)
                 self._end(known, "failed", f"a frame was sent {frame.attempts} times in vain")
-        self.controls |= self._cancelling
+        self.controls |= self._cancelling  # the cancellation, or its answer, may have been lost with the stream
         if all_down and self.down_since is None:
             self.down_since = time.monotonic()
         return again

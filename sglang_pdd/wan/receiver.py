@@ -25,7 +25,7 @@ from sglang_pdd.wan.tls import Identity
 MAX_STREAMS = 512
 MAX_STRANGERS = 16  # connections that have not said who they are
 IDLES = 4  # missed signs of life after which a sender is gone
-GRACE_S = 0.1  # what a frame of a closed room has to end by itself
+GRACE_S = 0.5  # what a frame of a closed room has to end by itself
 
 _log = logging.getLogger(__name__)
 
@@ -101,7 +101,7 @@ class Receiver:
             if time.monotonic() > deadline:
                 return False
             with self._change:
-                self._change.wait(GRACE_S / 2)
+                self._change.wait(0.05)
         return True
 
     def landed(self, room: int) -> dict[tuple[int, int], list[tuple[int, int]]]:
@@ -153,7 +153,7 @@ class Receiver:
         thread = threading.Thread(target=run, name="pdd-stream-in", daemon=True)
         with self._change:
             self._threads.add(thread)
-        thread.start()
+            thread.start()  # within, or `shutdown` might join it before it has started
 
     def _accept(self, listener: socket.socket) -> None:
         while True:
@@ -188,6 +188,9 @@ class Receiver:
         except OSError as error:
             cause = "handshake" if key is None else "lost"
             self._refused(cause, f"a stream ended: {error}")
+        except Exception as error:  # of a pool that is not plain memory; the sender will try again, or give up
+            _log.exception("stream of %r", key)
+            self._refused("bug", f"{type(error).__name__}: {error}")
         finally:
             with self._change:
                 self._strangers.pop(sock, None)
@@ -256,7 +259,7 @@ class Receiver:
             try:
                 self._on_landed(landed)
             except Exception as error:  # the stream goes on, or one bug would cost the peer its connection
-                self._refused("callback", f"{type(error).__name__}: {error}")
+                self._refused("bug", f"{type(error).__name__}: {error}")
         answer = encoded(Ack(data.room, data.part, data.position, data.payload, outcome))
         stream.write(answer + encoded(Cancelled(data.room)) if settled else answer)
 
