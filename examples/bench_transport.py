@@ -260,6 +260,8 @@ def send(args: argparse.Namespace) -> None:
     for _ in range(args.reps):
         for name, kind in kinds.items():
             results[name].append(kind())
+    print("ask " + json.dumps({"do": "link"}), flush=True)
+    json.loads(sys.stdin.readline())
     latency = bench.latency() if args.latency else None
     for sender in bench.senders:
         sender.shutdown()
@@ -288,7 +290,9 @@ def measure(args: argparse.Namespace, rate: float, rtt: float, loss: float) -> d
         for line in client.stdout:
             word, _, rest = line.partition(" ")
             if word == "done":
-                return dict(json.loads(rest))
+                return {**json.loads(rest), "link": wan.stats()["ab"]}
+            if json.loads(rest)["do"] == "link":
+                wan.reset()
             server.stdin.write(rest)
             server.stdin.flush()
             client.stdin.write(server.stdout.readline())
@@ -309,6 +313,8 @@ def report(measured: dict[str, Any], mib: int) -> None:
         print(line)
     if measured["latency"]:
         print("  messages, ms:", "  ".join(f"{name} {value:.2f}" for name, value in measured["latency"].items()))
+        link = measured["link"]  # says whether the machine was quiet enough
+        print(f"  the emulator, at most: {link['qmax_kb']} KB queued, {link['late_max_us'] / 1000:.1f} ms late")
 
 
 def main() -> None:
@@ -321,7 +327,7 @@ def main() -> None:
     parser.add_argument("--orders", type=lambda text: text.split(","), default=["shuffled", "contiguous"])
     parser.add_argument("--reps", type=int, default=5)
     parser.add_argument("--mib", type=int, default=64)
-    parser.add_argument("--streams", type=int, default=4)
+    parser.add_argument("--streams", type=int, default=8)
     parser.add_argument("--congestion", default="bbr", help="of plain streams, too")
     parser.add_argument("--tls", action="store_true")
     parser.add_argument("--latency", action="store_true")

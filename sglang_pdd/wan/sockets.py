@@ -17,7 +17,7 @@ HANDSHAKE_S = 5.0
 class Tuning:
     """How streams behave. Times are in seconds, sizes in bytes."""
 
-    streams: int = 4  # to each peer rank
+    streams: int = 8  # to each peer rank; fewer cannot fill a long fat link with the usual socket buffers
     frame: int = 1 << 20
     progress_s: float = 5.0  # without any progress for so long a connection is given up, and made anew
     idle_s: float = 5.0  # an idle stream says so often that it is there
@@ -27,9 +27,11 @@ class Tuning:
     unsent: int = 512 << 10  # what a stream's kernel holds that could not leave yet, and no choice can take back
 
     def paced(self, rate: float) -> Tuning:
-        """For a link of ``rate`` bytes/s: a frame takes it for 20 ms at most, and so do a stream's unsent bytes."""
-        frame = min(self.frame, max(64 << 10, int(rate * 0.02)))
-        return replace(self, frame=frame, unsent=min(self.unsent, max(16 << 10, frame // 2)))
+        """For a link of ``rate`` bytes/s: what no choice can take back, a frame and the unsent bytes of each stream,
+        keeps it busy for 60 ms at most."""
+        share = int(rate * 0.04 / self.streams)
+        frame, unsent = max(64 << 10, share), max(16 << 10, share // 2)
+        return replace(self, frame=min(self.frame, frame), unsent=min(self.unsent, unsent))
 
 
 def connect(address: tuple[str, int], tuning: Tuning, identity: Identity | None) -> Stream:
