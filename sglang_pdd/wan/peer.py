@@ -8,6 +8,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
+from sglang_pdd.policy import LinkEstimate
 from sglang_pdd.wan.outgoing import Outgoing
 from sglang_pdd.wan.plan import Block, plan
 from sglang_pdd.wan.regions import Remote
@@ -64,7 +65,7 @@ class Peer:
         self.name = name
         self.address = address
         self.token = token
-        self.link = Link(name, sender.pace)
+        self.link = Link(name, sender.pace, LinkEstimate(sender.pace.rate if sender.pace else None))
         self.closed = False
         self.down_since: float | None = time.monotonic()  # None while a stream is up
         self.controls: set[int] = set()  # rooms whose cancellation has to be sent
@@ -112,25 +113,26 @@ class Peer:
             elif not loads and not last:
                 ticket.end("landed")
             else:
-                known = self._room(room, 0)
-                part = self._schedule.submit(known.room, loads, last=last)
+                known, now = self._room(room, 0), time.monotonic()
+                part = self._schedule.submit(known.room, loads, now, last=last)
                 known.tickets[part.index] = part, ticket
-                self._settle(known, part, time.monotonic())
+                self._settle(known, part, now)
         self.wake()
         return ticket
 
     def cancel(self, room: int) -> None:
-        """Send nothing of this room that has not begun. Its tickets end when the peer has acknowledged."""
+        """Send nothing of this room that has not begun, nor take any more of it. Its tickets end when the peer has
+        acknowledged."""
         with self._change:
             known = self._rooms.get(room)
-            if known is None or room in self._cancelling:
-                return
-            self._schedule.cancel(known.room)
-            if known.started:
+            if known is None:
+                self._remember(room)
+            elif not known.started:
+                self._end(known, "cancelled", "before anything was sent")
+            elif room not in self._cancelling:
+                self._schedule.cancel(known.room)
                 self._cancelling.add(room)
                 self.controls.add(room)
-            else:
-                self._end(known, "cancelled", "before anything was sent")
         self.wake()
 
     def settled(self, room: int) -> bool:
@@ -196,7 +198,6 @@ class Peer:
         for frame in frames:
             known = self._rooms.get(frame.room.id)
             if frame.attempts >= MAX_ATTEMPTS and known is not None and known.room is frame.room:
-                self._schedule.cancel(known.room)
                 self._end(known, "failed", f"a frame was sent {frame.attempts} times in vain")
         self.controls |= self._cancelling  # the cancellation, or its answer, may have been lost with the stream
         if all_down and self.down_since is None:
@@ -224,7 +225,6 @@ class Peer:
         if known is None or known.room is not frame.room:
             return
         if not landed and not known.room.cancelled:
-            self._schedule.cancel(known.room)
             self._end(known, "refused", "the peer has closed the room")
         elif landed:
             self._settle(known, frame.part, now)
@@ -239,7 +239,6 @@ class Peer:
     def fail(self, reason: str) -> None:
         """Nothing of what is on its way will be heard of any more."""
         for known in list(self._rooms.values()):
-            self._schedule.cancel(known.room)
             self._end(known, "failed", reason)
 
     # --- inside -------------------------------------------------------------------------------------------------------
@@ -269,13 +268,13 @@ class Peer:
             ticket.end("landed")
         room = known.room
         if room.last and not known.tickets:
-            if room.predicted is not None:
-                error_ms = (now - self.link.rtt / 2 - room.predicted) * 1000
-                self.sender.counters.inc("wan.landings")
-                self.sender.counters.inc("wan.landing_error_ms", abs(error_ms))
+            error = now - self.link.rtt / 2 - room.predicted
+            self.sender.counters.inc("wan.landings")
+            self.sender.counters.inc("wan.landing_error_ms", abs(error) * 1000)
             self._forget(known)
 
     def _end(self, known: _Open, ending: Ending, reason: str = "") -> None:
+        self._schedule.cancel(known.room)
         for _, ticket in known.tickets.values():
             ticket.end(ending, reason)
         self._forget(known)
@@ -284,8 +283,11 @@ class Peer:
         room = known.room.id
         self._schedule.close(known.room)
         del self._rooms[room]
+        self._remember(room)
+        self._cancelling.discard(room)
+        self.controls.discard(room)
+
+    def _remember(self, room: int) -> None:
         self._over[room] = None
         if len(self._over) > REMEMBERED:
             del self._over[next(iter(self._over))]
-        self._cancelling.discard(room)
-        self.controls.discard(room)

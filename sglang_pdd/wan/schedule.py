@@ -83,7 +83,7 @@ class Room:
     last: bool = False  # no further part follows
     frames: deque[Frame] = field(default_factory=deque)
     claims: list[tuple[float, int]] = field(default_factory=list)  # (time, bytes) of those who wait for this one
-    predicted: float | None = None  # when it was thought to have landed, said at its opening
+    predicted: float = 0.0  # when it should have landed, said when the last of it was submitted
 
     @property
     def left(self) -> int:
@@ -123,14 +123,10 @@ class Schedule:
     # --- rooms ---
 
     def open(self, link: Link, room: int, promised: int, now: float) -> Room:
-        """A room that will need ``promised`` bytes. Its landing is predicted now, and the error measured later."""
-        known = link.rooms.get(room)
-        if known is None:
-            known = link.rooms[room] = Room(room, link, now, promised)
-            known.predicted = now + self.landing(link, promised, now, room=known) if promised else None
-        return known
+        """A room that will need ``promised`` bytes."""
+        return link.rooms.setdefault(room, Room(room, link, now, promised))
 
-    def submit(self, room: Room, loads: Iterable[Load], *, last: bool) -> Part:
+    def submit(self, room: Room, loads: Iterable[Load], now: float, *, last: bool) -> Part:
         """These bytes exist and may go; they were promised, as far as any were."""
         loads = list(loads)
         total = sum(load.size for load in loads)
@@ -140,6 +136,8 @@ class Schedule:
         room.promised = 0 if last else max(0, room.promised - total)
         room.queued += total
         room.frames.extend(Frame(room, part, load) for load in loads)
+        if last:
+            room.predicted = now + self.landing(room.link, 0, now, room=room)
         return part
 
     def urge(self, room: Room, size: int, now: float) -> None:

@@ -47,7 +47,7 @@ class World:
 
     def send(self, link: Link, room: int, size: int, promised: int = 0) -> Room:
         opened = self.schedule.open(link, room, size + promised, self.now)
-        self.schedule.submit(opened, loads(size), last=not promised)
+        self.schedule.submit(opened, loads(size), self.now, last=not promised)
         self.kick(link)
         return opened
 
@@ -264,7 +264,7 @@ def test_a_cancelled_room_frees_the_link_within_a_frame() -> None:
 def test_lost_frames_go_again_first_and_in_order() -> None:
     schedule, link = Schedule(), Link("md")
     room = schedule.open(link, 1, 5 * MB, 0.0)
-    part = schedule.submit(room, loads(5 * MB), last=True)
+    part = schedule.submit(room, loads(5 * MB), 0.0, last=True)
     taken = [schedule.next(link, 0.0) for _ in range(3)]
     frames = [frame for frame in taken if isinstance(frame, Frame)]
     schedule.acknowledged(frames[1], 0.1, landed=True)
@@ -304,7 +304,7 @@ def test_predictions_hold_when_nothing_else_comes(sizes: list[int]) -> None:
     link = world.link()
     rooms = [world.schedule.open(link, n, size * MB, 0.0) for n, size in enumerate(sizes)]
     for room, size in zip(rooms, sizes, strict=True):
-        world.schedule.submit(room, loads(size * MB), last=True)
+        world.schedule.submit(room, loads(size * MB), 0.0, last=True)
     predicted = [world.schedule.landing(link, 0, 0.0, room=room) for room in rooms]
     world.kick(link)
     world.run()

@@ -201,7 +201,7 @@ def test_a_fragmented_pool(make: Callable[..., Pair], folders: Path, tls: bool) 
     spans = pair.receiver.landed(1)
     assert list(spans.values()) == [[(0, 700 * PAGE * LAYERS)]]
     assert [each.complete for each in pair.landed].count(True) == 1 and pair.landed[-1].complete
-    assert pair.counters.get("wan.landings") == 0  # nothing was promised, so nothing predicted
+    assert pair.counters.get("wan.landings") == 1
 
 
 def test_random_blocks(make: Callable[..., Pair]) -> None:
@@ -399,6 +399,8 @@ def test_a_cancellation_before_anything_was_sent(make: Callable[..., Pair]) -> N
     ticket = pair.peer.submit(2, pair.pages(shuffled(1000)), last=True)
     pair.peer.cancel(2)
     assert ticket.wait(1) == "cancelled"
+    pair.peer.cancel(3)  # before it was submitted
+    assert pair.peer.submit(3, pair.pages([(1, 1)])).wait(1) == "failed"
 
 
 # --- what breaks --------------------------------------------------------------------------------------------------
