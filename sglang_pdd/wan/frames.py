@@ -10,6 +10,7 @@ Places are (region, offset): a peer never names an address of this process.
 from __future__ import annotations
 
 import functools
+import hashlib
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -129,6 +130,16 @@ class Pong:
 
 
 Frame = Hello | Welcome | Reject | Data | Ack | Cancel | Cancelled | Ping | Pong
+
+
+def room_id(bootstrap_room: int, pages: bytes, aux_index: int) -> int:
+    """The name of a room on the streams, from what the main decode has told the prefill about where to write.
+
+    Clients choose bootstrap rooms, and may use one again: a frame of its former life must not be taken for one of the
+    present, whose pages are others.
+    """
+    key = struct.pack("<Qq", bootstrap_room, aux_index) + pages
+    return int.from_bytes(hashlib.blake2b(key, digest_size=8).digest(), "little")
 
 
 # --- encoding ---------------------------------------------------------------------------------------------------

@@ -28,9 +28,11 @@ class Region:
 
     @staticmethod
     def at(address: int, size: int, unit: int = 0) -> Region:
-        """Memory that somebody else keeps alive as long as this region is used."""
-        if address <= 0 or size <= 0 or unit < 0:
+        """Memory that somebody else keeps alive as long as this region is used. Of no bytes, it only holds a number."""
+        if address < 0 or size < 0 or unit < 0:
             raise BoundsError(f"a region of {size} bytes at {address}, pages of {unit}")
+        if not size:
+            return Region(address, 0, unit, view=memoryview(b""))
         return Region(address, size, unit, view=memoryview((ctypes.c_char * size).from_address(address)).cast("B"))
 
     @staticmethod

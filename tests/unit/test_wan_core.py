@@ -90,6 +90,16 @@ def test_another_version_and_another_turn() -> None:
         frames.parse_prefix(b"PW\x01\x00\xff\xff\x00\x00", (Hello,))
 
 
+def test_a_bootstrap_room_that_is_used_again_has_another_name() -> None:
+    first = frames.room_id(7, b"pages", 3)
+    assert first == frames.room_id(7, b"pages", 3) < 1 << 64
+    assert (
+        len({first, frames.room_id(8, b"pages", 3), frames.room_id(7, b"other", 3), frames.room_id(7, b"pages", 4)})
+        == 4
+    )
+    assert read(frames.encode(Cancel(first))) == Cancel(first)
+
+
 @settings(max_examples=300, deadline=None)
 @given(st.sampled_from(ALL), st.binary(max_size=200))
 def test_garbage_raises_only_frame_errors(kind: type[Frame], body: bytes) -> None:
@@ -126,9 +136,9 @@ def located(regions: Regions | Remote, address: int, length: int) -> tuple[int, 
 def test_views_are_the_memory_itself() -> None:
     first, second = bytearray(100), bytearray(50)
     address = Region.of(first).address
-    regions = Regions([Region.at(address, 100, 10), Region.of(second)])
-    assert regions.shape == ((100, 10), (50, 0))
-    views = regions.read((0, 1, 0), (10, 0, 99), (5, 50, 1))
+    regions = Regions([Region.at(address, 100, 10), Region.at(0, 0), Region.of(second)])
+    assert regions.shape == ((100, 10), (0, 0), (50, 0))
+    views = regions.read((0, 2, 0), (10, 0, 99), (5, 50, 1))
     views[0][:] = b"abcde"
     views[1][:] = b"x" * 50
     assert first[10:15] == b"abcde" and second == b"x" * 50
@@ -148,7 +158,7 @@ def test_addresses_of_a_peer() -> None:
     remote = Remote([5000, 1000], [(100, 4), (50, 2)])
     assert located(remote, 5000, 100) == (0, 0)
     assert located(remote, 1049, 1) == (1, 49)
-    for address, length in ((4999, 2), (5099, 2), (1050, 1), (0, 1), (5000, 0), (999, 1)):
+    for address, length in ((4999, 2), (5099, 2), (1050, 1), (0, 1), (5000, 0), (999, 1), (5000, (1 << 63) - 1)):
         with pytest.raises(BoundsError):
             located(remote, address, length)
     with pytest.raises(BoundsError, match="1 regions, its registration names 2"):
