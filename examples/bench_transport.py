@@ -53,6 +53,12 @@ def cpu() -> float:
     return usage.ru_utime + usage.ru_stime
 
 
+def spin() -> None:
+    """What a scheduler's thread does to the others: it holds the interpreter lock as long as it can."""
+    while True:
+        sum(range(1000))
+
+
 # --- the receiving side -------------------------------------------------------------------------------------------
 
 
@@ -276,6 +282,7 @@ def measure(args: argparse.Namespace, rate: float, rtt: float, loss: float) -> d
 
     me = [sys.executable, os.path.abspath(__file__)]
     common = ["--mib", str(args.mib), "--folder", args.folder, "--congestion", args.congestion]
+    common += ["--busy"] if args.busy else []
     pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
     with Wan(rate_mbps=rate, delay_ms=rtt / 2, queue_kb=4096 * max(1, rate / 1000)) as wan:
         wan.set("ab", loss=loss)
@@ -331,6 +338,7 @@ def main() -> None:
     parser.add_argument("--congestion", default="bbr", help="of plain streams, too")
     parser.add_argument("--tls", action="store_true")
     parser.add_argument("--latency", action="store_true")
+    parser.add_argument("--busy", action="store_true", help="another Python thread is always running on both sides")
     parser.add_argument("--latency-s", type=float, default=5.0)
     parser.add_argument("--out", type=Path, default=Path("out/bench_transport.json"))
     for hidden in ("--serve", "--folder"):
@@ -339,6 +347,8 @@ def main() -> None:
     parser.add_argument("--rate", type=float, help=argparse.SUPPRESS)
     args = parser.parse_args()
     args.blocks = args.blocks or [4 << 10, 16 << 10, 64 << 10, 256 << 10]
+    if args.busy and (args.serve or args.send):
+        threading.Thread(target=spin, daemon=True).start()
     if args.serve:
         return serve(args.serve, args.mib, args.folder, args.congestion)
     if args.send:

@@ -168,6 +168,7 @@ class Peer:
         with self._change:
             self.closed = True
             self.fail("the peer was dropped")
+            self._change.notify_all()
         for stream in self._streams:
             stream.abort()
         for stream in self._streams:

@@ -16,6 +16,8 @@ from sglang_pdd.wan.plan import Load
 
 PATIENCE = 10.0
 BURST_S = 0.02  # what a paced link may send at once after a pause
+YIELD_S = 0.001  # how soon a link asks again that has let another one go first
+LATE_S = 0.02  # a link that does not ask for so long after it might go is not waited for
 
 _NEVER = float("inf")
 
@@ -28,6 +30,7 @@ class Pace:
             raise ValueError(f"rate {rate} must be positive and finite")
         self.rate = rate
         self.burst = rate * BURST_S if burst is None else burst
+        self.waiting: dict[Link, float] = {}  # links that have been told to wait, and until when they have precedence
         self._tokens = self.burst
         self._at: float | None = None
 
@@ -100,7 +103,7 @@ class Room:
 
 @dataclass(eq=False, slots=True)
 class Link:
-    """The way to one peer rank."""
+    """The way to one peer rank. Hashed by identity."""
 
     name: str
     pace: Pace | None = None
@@ -171,7 +174,11 @@ class Schedule:
         if link.pace is not None:
             wait = link.pace.wait(now)
             if wait > 0:
+                link.pace.waiting[link] = now + wait + LATE_S
                 return wait
+            if self._others_first(link, room, now):
+                return YIELD_S
+            link.pace.waiting.pop(link, None)
         frame = room.frames.popleft()
         frame.attempts += 1
         size = frame.load.size
@@ -222,6 +229,18 @@ class Schedule:
         return (ahead + link.flying + subject.left) / bandwidth + link.rtt / 2
 
     # --- inside ---
+
+    def _others_first(self, link: Link, room: Room, now: float) -> bool:
+        """Has another link that waits for the same pace somebody to send who goes before this room?"""
+        assert link.pace is not None
+        mine = room.background, room.rank(link.estimate.bandwidth)
+        for other, until in list(link.pace.waiting.items()):
+            first = self._first(other)
+            if first is None or until < now:
+                del link.pace.waiting[other]
+            elif other is not link and (first.background, first.rank(other.estimate.bandwidth)) < mine:
+                return True
+        return False
 
     def _first(self, link: Link) -> Room | None:
         ready = [room for room in link.rooms.values() if room.frames]

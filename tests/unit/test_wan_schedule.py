@@ -239,6 +239,31 @@ def test_a_pace_holds_for_all_its_links_together(rate: int, rooms: list[tuple[in
     assert last <= (total - pace.burst) / (rate * MB) + MB / RATE * len(links) + 0.05 + total / RATE / 50
 
 
+def test_on_a_shared_pace_the_shortest_goes_first_too() -> None:
+    world = World()
+    pace = Pace(20 * MB)
+    bulk, small = world.link("a", pace=pace), world.link("b", pace=pace)
+    world.send(bulk, 1, 100 * MB)
+    for n in range(10):
+        world.send_at(0.5 + n * 0.4, small, 10 + n, 4 * MB)
+    world.run()
+    for n in range(10):  # its own time at this pace, and the bulk's last frame
+        assert world.landed[10 + n] - (0.5 + n * 0.4) <= 0.2 + MB / (20 * MB) + 0.05
+    assert world.landed[1] == pytest.approx(140 / 20, abs=0.2)
+
+
+def test_a_link_that_has_gone_is_not_waited_for() -> None:
+    schedule, pace = Schedule(), Pace(10 * MB)
+    dead, alive = Link("a", pace), Link("b", pace)
+    schedule.submit(schedule.open(dead, 1, 0, 0.0), loads(2 * MB), 0.0, last=True)
+    schedule.submit(schedule.open(alive, 2, 0, 0.0), loads(20 * MB), 0.0, last=True)
+    assert isinstance(schedule.next(dead, 0.0), Frame)
+    wait = schedule.next(dead, 0.0)
+    assert isinstance(wait, float)
+    assert schedule.next(alive, wait) == 0.001  # the other one would go first, and asks no more
+    assert isinstance(schedule.next(alive, wait + 0.05), Frame)
+
+
 def test_a_pace_refuses_nonsense() -> None:
     for rate in (0.0, -1.0, float("inf"), float("nan")):
         with pytest.raises(ValueError, match="positive"):
