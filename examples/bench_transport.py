@@ -285,7 +285,7 @@ def measure(args: argparse.Namespace, rate: float, rtt: float, loss: float) -> d
     common += ["--busy"] if args.busy else []
     pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
     with Wan(rate_mbps=rate, delay_ms=rtt / 2, queue_kb=4096 * max(1, rate / 1000)) as wan:
-        wan.set("ab", loss=loss)
+        wan.set("ab", loss=loss, jitter_ms=args.jitter)
         server = wan.start("b", [*me, "--serve", wan.address("b"), *common], **pipes)
         hello = server.stdout.readline()
         here = ["--send", "--rate", str(rate), "--blocks", ",".join(map(str, args.blocks)), "--reps", str(args.reps)]
@@ -330,6 +330,7 @@ def main() -> None:
     parser.add_argument("--rates", type=numbers, default=[1000.0, 4000.0], help="Mbit/s")
     parser.add_argument("--rtts", type=numbers, default=[10.0, 20.0, 40.0], help="ms")
     parser.add_argument("--losses", type=numbers, default=[0.0, 0.001])
+    parser.add_argument("--jitter", type=float, default=0.0, help="ms")
     parser.add_argument("--blocks", type=lambda text: [int(part) for part in text.split(",")])
     parser.add_argument("--orders", type=lambda text: text.split(","), default=["shuffled", "contiguous"])
     parser.add_argument("--reps", type=int, default=5)

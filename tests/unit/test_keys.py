@@ -34,6 +34,17 @@ def test_existing_secrets_are_kept_and_learn_new_names(tmp_path: Path) -> None:
     assert len(Keys.load(tmp_path / "p").peers) == 3
 
 
+def test_certificates_are_kept_renewed_and_added(tmp_path: Path) -> None:
+    make(tmp_path, ["p", "md"])
+    before = (tmp_path / "p/tls.crt").read_text()
+    (tmp_path / "md/tls.crt").unlink()  # as in a folder of an older version
+    assert make(tmp_path, ["p"]) == []
+    assert (tmp_path / "p/tls.crt").read_text() == (tmp_path / "md/peers/p.crt").read_text() == before
+    assert (tmp_path / "md/tls.crt").read_text() == (tmp_path / "p/peers/md.crt").read_text()
+    make(tmp_path, ["p"], force=True)
+    assert (tmp_path / "p/tls.crt").read_text() == (tmp_path / "md/peers/p.crt").read_text() != before
+
+
 def test_an_existing_secret_that_cannot_be_read_is_not_replaced(tmp_path: Path) -> None:
     make(tmp_path, ["p"])
     (tmp_path / "p/secret.key").write_text("precious\n")

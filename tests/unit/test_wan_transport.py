@@ -239,6 +239,26 @@ def test_many_rooms_at_once_in_parts(make: Callable[..., Pair]) -> None:
     assert pair.peer.submit(3, pair.pages(pages[:1])).wait(1) == "failed"  # its parts would be numbered anew
 
 
+def test_rooms_from_many_threads(make: Callable[..., Pair]) -> None:
+    pair = make()
+    pages = shuffled(400)
+    endings: list[str | None] = []
+
+    def send(first: int) -> None:
+        for room in range(first, first + 10):
+            pair.receiver.open(room)
+            ticket = pair.peer.submit(room, pair.pages(pages[room * 10 : room * 10 + 10]), last=True)
+            endings.append(ticket.wait(LONG))
+
+    threads = [threading.Thread(target=send, args=(first,)) for first in range(0, 40, 10)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert endings == ["landed"] * 40
+    pair.check(pages)
+
+
 def test_a_slice_of_each_page(make: Callable[..., Pair]) -> None:
     """Ranks of different number: half of the heads of each token."""
     pair = make()
