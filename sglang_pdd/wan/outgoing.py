@@ -34,6 +34,7 @@ from sglang_pdd.wan.stream import Stream, StreamClosed
 if TYPE_CHECKING:
     from sglang_pdd.wan.peer import Peer
 
+BATCH = 4  # frames sent before a look at what has come back
 LOOK_S = 1.0  # how often a stream with something on its way looks at the time, and at what the kernel knows
 
 _log = logging.getLogger(__name__)
@@ -158,13 +159,17 @@ class Outgoing(threading.Thread):
         fd, watched = stream.sock.fileno(), select.POLLIN
         while not self.peer.closed:
             now = time.monotonic()
-            wait = self._choose(now) if not self._views else 0.0
-            if self._views:
+            wait = 0.0
+            for _ in range(BATCH):  # each system call may cost a turn of the interpreter's lock: no look between frames
+                if not self._views:
+                    wait = self._choose(now)
+                if not self._views:
+                    break
                 left = stream.send_some(self._views)
                 if left is not self._views:
                     self._views, self._progress = left, now
-                if not left:
-                    wait = 0.0  # look at what has come, then go on
+                if left:
+                    break
             wanted = select.POLLIN | (select.POLLOUT if self._views else 0)
             if wanted != watched:
                 poller.modify(stream.sock, wanted)
@@ -235,8 +240,7 @@ class Outgoing(threading.Thread):
     # --- receiving ---
 
     def _receive(self, stream: Stream) -> None:
-        while (data := stream.receive_some()) is not None:
-            self._received += data
+        self._received += stream.receive_some()
         self._progress = now = time.monotonic()
         received, at = bytes(self._received), 0
         while len(received) - at >= PREFIX:

@@ -24,7 +24,7 @@ class Tuning:
     give_up_s: float = 15.0  # a peer that cannot be reached for so long has lost its transfers
     retry_s: tuple[float, float] = (0.1, 2.0)  # first, and doubled up to
     congestion: str = "bbr"  # where the kernel has it
-    unsent: int = 512 << 10  # what a stream's kernel holds that could not leave yet, and no choice can take back
+    unsent: int = 1 << 20  # what a stream's kernel holds that could not leave yet, and no choice can take back
 
     def paced(self, rate: float) -> Tuning:
         """For a link of ``rate`` bytes/s: what no choice can take back, a frame and the unsent bytes of each stream,

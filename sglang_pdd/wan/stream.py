@@ -122,24 +122,21 @@ class Stream:
         Raises:
             OSError: the peer has gone.
         """
-        while views:
-            try:
-                sent = self.sock.sendmsg(views)
-            except BlockingIOError:
-                break
-            views = _rest(views, sent)
-        return views
+        try:
+            return _rest(views, self.sock.sendmsg(views))
+        except BlockingIOError:
+            return views
 
-    def receive_some(self, limit: int = 64 << 10) -> bytes | None:
-        """What has come, None if nothing has.
+    def receive_some(self) -> bytes:
+        """What has come, or most of it; empty if nothing has.
 
         Raises:
             OSError: the peer has gone.
         """
         try:
-            data = self.sock.recv(limit)
+            data = self.sock.recv(64 << 10)
         except _AGAIN:
-            return None
+            return b""
         if not data:
             raise StreamClosed("closed by the peer")
         return data
@@ -219,6 +216,12 @@ class TlsStream(Stream):
                 break
             views = [views[0][sent:]] if sent < len(views[0]) else []
         return views
+
+    def receive_some(self) -> bytes:
+        data = b""
+        while piece := super().receive_some():  # a poll does not see what TLS has read already
+            data += piece
+        return data
 
     def _read_into(self, view: memoryview, patience: int = 0) -> None:
         whole = len(view)
