@@ -39,6 +39,10 @@ CPU_ENV = {
     "OMP_NUM_THREADS": "1",
     "MC_FORCE_TCP": "1",
     "MOONCAKE_PROTOCOL": "tcp",
+    # Between unequal tensor-parallel sizes SGLang sends a block a token; by default Mooncake refuses so many at once.
+    "MC_TCP_MAX_QUEUED_TRANSFERS_PER_PEER": "65535",
+    "MC_TCP_MAX_PENDING_ADMISSIONS_PER_PEER": "65535",
+    "MC_TCP_ADMISSION_TIMEOUT_MS": "600000",
     "SGLANG_DISAGG_PREFILL_EARLY_SEND_CACHED_PREFIX": "0",
     "TOKENIZERS_PARALLELISM": "false",
     "HF_HUB_OFFLINE": "1",
@@ -231,6 +235,7 @@ class Cluster:
     page_size: int = 1
     overlap: bool = True
     tp: int = 1
+    tps: Mapping[str, int] = field(default_factory=dict)  # by role, where it differs from ``tp``
     max_total_tokens: int = 40_000
     wan_rate_limit: str | None = None
     flags: Mapping[str, Sequence[str]] = field(default_factory=dict)
@@ -313,6 +318,14 @@ class Running:
         start_all([server], self.say)
         self.wait_for_peers()
 
+    def add_relay(self) -> Server:
+        """Start one more relay beside those that run."""
+        server = self._relay(len(self.relays))
+        self.relays.append(server)
+        start_all([server], self.say)
+        self.wait_for_peers()
+        return server
+
     @property
     def workers(self) -> list[Server]:
         """All SGLang servers."""
@@ -373,15 +386,16 @@ class Running:
         name, port, spec = f"{self.spec.kind}-{role}{index}", free_port(), self.spec
         command = [sys.executable, "-m", "sglang.launch_server", "--model-path", str(spec.model)]
         command += ["--host", HOST, "--port", str(port), "--max-total-tokens", str(spec.max_total_tokens)]
-        command += ["--page-size", str(spec.page_size), "--tp", str(spec.tp), *CPU_FLAGS, *FAST_START]
+        tp = spec.tps.get(role, spec.tp)
+        command += ["--page-size", str(spec.page_size), "--tp", str(tp), *CPU_FLAGS, *FAST_START]
         command += [] if spec.overlap else ["--disable-overlap-schedule"]
         timeline = None
         if spec.kind == "pdd":
             timeline = self.folder / f"{name}.jsonl"
             command += ["--pdd-timeline", str(timeline)]
         env = dict(CPU_ENV)
-        if spec.tp > 1:
-            env["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(str(rank % (os.cpu_count() or 1)) for rank in range(spec.tp))
+        if tp > 1:
+            env["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(str(rank % (os.cpu_count() or 1)) for rank in range(tp))
         env.update(spec.env.get(role, {}))
         pdd_port = free_port() if listens else None
         command += ["--pdd-port", str(pdd_port)] if listens else []

@@ -18,6 +18,5 @@ exec python -m sglang.launch_server \
     --pdd-role main \
     --pdd-host 0.0.0.0 --pdd-port 9310 --pdd-advertise "$ADDRESS" \
     --pdd-prefills "$PREFILLS" \
-    --pdd-handoff one-shot \
     --pdd-keys "$KEYS" \
     "$@"

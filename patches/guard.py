@@ -12,7 +12,8 @@ import importlib
 import inspect
 import logging
 import pkgutil
-from collections import Counter
+import time
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from importlib.metadata import PackageNotFoundError, version
 from types import FunctionType
@@ -25,6 +26,7 @@ SUPPORTED = ("0.5.23",)
 logger = logging.getLogger(__name__)
 
 failures: Counter[str] = Counter()  # path of a ``safe`` hook's target -> exceptions swallowed
+seconds: dict[str, float] = defaultdict(float)  # path of a hook's target -> spent in our hook, not in what it is around
 _installed: dict[Entry, Callable[..., Any]] = {}
 
 
@@ -127,7 +129,35 @@ def _load(entry: Entry) -> Callable[..., Any]:
     assert entry.by is not None, entry.path
     module, _, name = entry.by.partition(":")
     hook: Callable[..., Any] = getattr(importlib.import_module(f"sglang_pdd.patches.{module}"), name)
-    return _fail_open(entry, hook) if entry.safe else hook
+    hook = _fail_open(entry, hook) if entry.safe else hook
+    # Mooncake's are called by workers, which wait in them for the link.
+    return hook if entry.process == "launcher" or module == "mooncake" else _timed(entry, hook)
+
+
+def _timed(entry: Entry, hook: Callable[..., Any]) -> Callable[..., Any]:
+    """Count the seconds that the hook takes without what it goes around."""
+    around = entry.hook == "around"
+
+    @functools.wraps(hook)
+    def timed(*args: Any, **kwargs: Any) -> Any:
+        begin, stock = time.perf_counter(), 0.0
+
+        def original(*args_: Any, **kwargs_: Any) -> Any:
+            nonlocal stock
+            start = time.perf_counter()
+            try:
+                return inner(*args_, **kwargs_)
+            finally:
+                stock += time.perf_counter() - start
+
+        if around:
+            inner, args = args[0], (original, *args[1:])
+        try:
+            return hook(*args, **kwargs)
+        finally:
+            seconds[entry.path] += time.perf_counter() - begin - stock
+
+    return timed
 
 
 def _fail_open(entry: Entry, hook: Callable[..., Any]) -> Callable[..., Any]:

@@ -10,6 +10,7 @@ import json
 import logging
 import os
 import secrets
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -30,6 +31,19 @@ from sglang_pdd.timeline import Timeline
 from sglang_pdd.transport import Endpoint
 
 logger = logging.getLogger(__name__)
+
+# Flags on which it depends what a server samples for the same request.
+_SAMPLING_FLAGS = (
+    "enable_deterministic_inference",
+    "grammar_backend",
+    "reasoning_parser",
+    "enable_custom_logit_processor",
+    "constrained_json_whitespace_pattern",
+    "constrained_json_disable_any_whitespace",
+    "constrained_json_max_whitespace_cnt",
+    "enable_strict_thinking",
+    "enable_watermark",
+)
 
 seam: Seam | None = None  # of this process, once the scheduler is up
 
@@ -79,7 +93,7 @@ class Seam:
 
     # --- what all roles share ---
 
-    def connect(self, machine: Machine, *, listen: bool, capacity: int = 0) -> None:
+    def connect(self, machine: Machine, *, listen: bool, capacity: Callable[[], int] = lambda: 0) -> None:
         """Rank 0: make the node, and let its sockets wake an idle scheduler."""
         config = self.config
         endpoint = Endpoint(self.node_id, self._known_keys, self.counters)
@@ -95,7 +109,7 @@ class Seam:
                 self._engine_sessions,
                 self._fingerprint,
                 self._public_key,
-                capacity,
+                capacity(),
                 self.relays(),
             )
 
@@ -140,6 +154,7 @@ class Seam:
             },
             "counters": self.counters.snapshot(),
             "hook_failures": dict(guard.failures),
+            "hook_seconds": dict(guard.seconds),
         }
 
 
@@ -168,6 +183,7 @@ def fingerprint(scheduler: Any) -> dict[str, str]:
         else "none",
         "page_size": str(scheduler.token_to_kv_pool_allocator.page_size),
         "kv_cache_dtype": str(scheduler.tp_worker.model_runner.kv_cache_dtype),
+        "sampling": " ".join(f"{name}={getattr(scheduler.server_args, name)}" for name in _SAMPLING_FLAGS),
     }
 
 

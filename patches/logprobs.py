@@ -18,6 +18,7 @@ def output_logprobs(req: Any, start: int, stop: int) -> Logprobs | None:
         k,
         tuple(v for i in rows for v in source.output_top_logprobs_val[i][:k]) if k else (),
         tuple(t for i in rows for t in source.output_top_logprobs_idx[i][:k]) if k else (),
+        tuple(v for i in rows for v in source.output_token_ids_logprobs_val[i]) if source.token_ids_logprob else (),
     )
 
 
@@ -32,5 +33,6 @@ def append_output_logprob(req: Any, token: int, logprobs: Logprobs | None, i: in
     target.output_top_logprobs_val.append(values)
     target.output_top_logprobs_idx.append(ids)
     if target.token_ids_logprob is not None:
-        target.output_token_ids_logprobs_val.append([])
-        target.output_token_ids_logprobs_idx.append([])
+        named = logprobs.named_row(i) if logprobs else []
+        target.output_token_ids_logprobs_val.append(named)
+        target.output_token_ids_logprobs_idx.append(list(target.token_ids_logprob) if named else [])

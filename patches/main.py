@@ -1,8 +1,10 @@
 """MD's seam: eager tokens become output at once; when the KV lands, one forward pass catches up with them.
 
-A request's way here: metadata goes out (`opened`), eager tokens come in (`emit`), its KV lands (`landed`). With at most
-one token by then, SGLang's own path goes on. With more, the request waits in SGLang's waiting queue until `extend`
-has memory for a pass over all of them, and then joins the running batch as after any prefill.
+A request's way here: metadata goes out (`opened`), eager tokens come in (`_emit`), its KV lands (`commit`). With at
+most one token by then, SGLang's own path goes on. With more, the request waits in SGLang's waiting queue until there is
+memory for a pass over them (`extend.py`). A pass that does not reach the last token is like a middle chunk of a chunked
+prefill: tokens go on coming in, and the request waits for its next pass. The last pass samples, and the request joins
+the running batch as after any prefill.
 """
 
 from __future__ import annotations
@@ -17,13 +19,14 @@ from sglang.srt.disaggregation.base import KVPoll
 from sglang.srt.disaggregation.utils import FAKE_BOOTSTRAP_HOST
 from sglang.srt.managers.schedule_batch import FINISH_ABORT, NextBatchPlan, ScheduleBatch
 from sglang.srt.mem_cache.common import release_kv_cache
-from sglang.srt.observability.req_time_stats import set_schedule_time_batch, set_time_batch
 
 from sglang_pdd.actions import Command, Emit, GiveUp
-from sglang_pdd.config import PddConfig
-from sglang_pdd.main import MAX_EAGER_TOKENS, Main
-from sglang_pdd.patches import ingress
+from sglang_pdd.config import MAX_PASS, PddConfig
+from sglang_pdd.main import Main
+from sglang_pdd.patches import extend, ingress
 from sglang_pdd.patches.logprobs import append_output_logprob
+
+BUSY = 50  # percent of its relays, from which on a relay is handed over from in one shot
 
 
 @dataclass(slots=True)
@@ -33,6 +36,11 @@ class _Session:
     req: Any
     transfer: Any  # SGLang's DecodeRequest; None once landed
     by: dict[str, int] = field(default_factory=lambda: {"P": 0, "RLD": 0})
+    load: int = 0  # percent of its relays that RLD has in use
+    mode: str = "stock"  # how it is taken over
+    step: int = 0  # tokens that one extend pass may recompute
+    left: int | None = None  # tokens that its last pass has left over
+    apart: bool = False  # the running decodes sat that pass out
 
     @property
     def gone(self) -> bool:
@@ -42,12 +50,27 @@ class _Session:
             and (self.transfer.kv_receiver is None or self.transfer.kv_receiver.conclude_state == KVPoll.Failed)
         )
 
+    @property
+    def rest(self) -> int:
+        """Tokens whose KV is missing."""
+        return len(self.req.origin_input_ids) + len(self.req.output_ids) - self.req.kv.kv_committed_len
+
+    def aim(self) -> None:
+        """Take larger steps if a relay is half as fast as the passes, or if decodes have to sit the passes out."""
+        if self.left is not None and (self.apart or self.rest - self.left > self.step // 2):
+            self.step = min(MAX_PASS, 2 * self.step)
+        self.left = None
+
 
 class MainSeam(ingress.Seam):
     def __init__(self, scheduler: Any, config: PddConfig) -> None:
         super().__init__(scheduler, config)
         self._sessions: dict[int, _Session] = {}
         self._credits: dict[str, _Session] = {}  # rid -> who made which tokens, until the answer is complete
+        self._middle: Any = None  # the request that the last pass did not bring to its last token
+        self._leaving: list[Any] = []  # finished while a pass over them was in flight
+        self._passed = False  # the last step was an extend pass
+        self._sat_out = False  # and the running decodes were not in it
         self.machine = Main(self.counters, scheduler.model_config.vocab_size)
         if self.rank == 0:
             self.connect(self.machine, listen=True)
@@ -97,12 +120,16 @@ class MainSeam(ingress.Seam):
             self.counters.inc("tokens.wasted", len(command.ids))
             return
         req = session.req
+        if command.load is not None:
+            session.load = command.load
         if command.cached and len(command.cached) >= 4 and command.source == "P":
             _set_cached(req, command.cached)
         if not command.ids:
             return
         for i, token in enumerate(command.ids):
-            self._append(req, token, command, i)
+            if not self._append(req, token, command, i):
+                self.counters.inc("tokens.mismatch")
+                break  # and with it whatever follows: the answer goes on once its KV is here
             if req.finished():
                 break
         taken = len(req.output_ids) - command.start
@@ -113,18 +140,28 @@ class MainSeam(ingress.Seam):
         if req.finished():
             self._finished_early(session)
 
-    def _append(self, req: Any, token: int, command: Emit, i: int) -> None:
+    def _append(self, req: Any, token: int, command: Emit, i: int) -> bool:
+        """False: the grammar does not accept this token of a relay's."""
+        grammar = req.grammar
+        ended = grammar is not None and grammar.is_terminated()
+        if grammar is not None:
+            try:
+                grammar.accept_token(token)
+                grammar.current_token = token  # SGLang's sign that it must not do so again; not all backends set it
+            except Exception as error:  # each backend raises its own
+                message = f"grammar does not accept token {token} of {command.source}: {error}"
+                ingress.logger.error("PDD: %s: %s", req.rid, message)
+                if command.source != "P":
+                    return False
+                req.to_finish = FINISH_ABORT(message, HTTPStatus.INTERNAL_SERVER_ERROR)
         req.output_ids.append(token)
         append_output_logprob(req, token, command.logprobs, i)
         self.scheduler.batch_result_processor._maybe_update_reasoning_tokens(req, token)
-        if req.grammar is not None:
-            try:
-                req.grammar.accept_token(token)
-                req.grammar.current_token = token  # SGLang's sign that it must not do so again; not all backends set it
-            except ValueError as error:
-                message = f"grammar does not accept token {token} of {command.source}: {error}"
-                req.to_finish = FINISH_ABORT(message, HTTPStatus.INTERNAL_SERVER_ERROR)
+        # SGLang looks for the end of a grammar before it accepts the token.
+        req.grammar = grammar if ended else None
         req.update_finish_state()
+        req.grammar = grammar
+        return True
 
     def _finished_early(self, session: _Session) -> None:
         """The answer is complete and MD has not decoded yet."""
@@ -132,9 +169,12 @@ class MainSeam(ingress.Seam):
         self.counters.inc("finished_before_landing")
         self._close(req.bootstrap_room, "finished")
         req.time_stats.set_completion_time()
-        if session.transfer is None:  # landed, and waiting for memory
-            self.scheduler.waiting_queue.remove(req)
-            release_kv_cache(req, self.scheduler.tree_cache, checkpoint=True)
+        if session.transfer is None:  # landed
+            if req is self._middle:
+                self._middle = None
+            else:
+                self.scheduler.waiting_queue.remove(req)
+            self._leave(req)
             return
         # P may still write into these pages: SGLang holds them until P acknowledges the abort.
         receiver = session.transfer.kv_receiver
@@ -162,6 +202,11 @@ class MainSeam(ingress.Seam):
         self.timeline.event("landed", req.bootstrap_room, n=accepted)
         if req.finished() or accepted < 2:
             self._close(req.bootstrap_room, "landed")
+            return
+        session.mode = self.config.handoff
+        if session.mode == "auto":
+            session.mode = "one-shot" if session.load >= BUSY else "catch-up"
+        session.step = self.config.handoff_threshold if session.mode == "catch-up" else MAX_PASS
 
     def swept(self, queue: Any) -> None:
         """Sessions whose transfer SGLang has given up are over."""
@@ -177,105 +222,93 @@ class MainSeam(ingress.Seam):
         kept = len(session.req.output_ids)
         self.do(self.machine.cut(room, kept, why))
         if why == "landed":
-            self.counters.inc("handoff.stock" if kept < 2 else "handoff.extend")
+            self.counters.inc("handoffs", mode=session.mode)
         if why == "aborted":
             self._credits.pop(session.req.rid, None)
         self.timeline.event("closed", room, why=why, n=kept)
 
-    # --- the extend pass ---
+    # --- the extend passes ---
+
+    def begin_step(self) -> None:
+        """Requests have been received, nothing else has happened yet in this step."""
+        scheduler, req = self.scheduler, self._middle
+        extend.merge_last(scheduler, req)
+        self._middle = None
+        if req is not None and req.kv.holds_kv and not req.is_retracted:
+            if req.to_finish is not None:  # aborted while the pass was in flight
+                req.update_finish_state()
+                req.time_stats.set_completion_time()
+                self._close(req.bootstrap_room, "aborted")
+                scheduler.output_streamer.stream_output([req], req.return_logprob)
+                self._leave(req)
+            else:
+                scheduler.waiting_queue.insert(0, req)
+
+    def _leave(self, req: Any) -> None:
+        """Give a finished request's KV back, as soon as no pass writes it any more."""
+        if req.inflight_middle_chunks > 0:
+            self._leaving.append(req)
+        else:
+            release_kv_cache(req, self.scheduler.tree_cache, checkpoint=True)
 
     def next_batch(
         self, original: Callable[..., NextBatchPlan], scheduler: Any, running_batch: ScheduleBatch
     ) -> NextBatchPlan:
-        """Merge the last extend pass into the running batch; run the next one, if anybody waits for it."""
-        last = scheduler.last_batch
-        if last is not None and last.forward_mode.is_extend():
-            last.filter_batch()
-            if not last.is_empty():
-                if running_batch.is_empty():
-                    running_batch = last
-                else:
-                    running_batch.merge_batch(last)
-        if not self._sessions:
+        """Run an extend pass if anybody waits for one; else what SGLang would run without those who wait."""
+        passed, self._passed = self._passed, False
+        landed = [s for s in self._sessions.values() if s.transfer is None]
+        if not landed:
             return original(scheduler, running_batch)
-        landed = [s.req for s in self._sessions.values() if s.transfer is None]
-        here = set(landed).intersection(scheduler.waiting_queue)
-        for req in landed:
-            if req not in here:
-                self._close(req.bootstrap_room, "aborted")  # SGLang took it out of its queue
-        queued = [r for r in scheduler.waiting_queue if r in here]
-        if batch := self._extend(scheduler, running_batch, queued):
-            return NextBatchPlan(batch_to_run=batch, running_batch=running_batch)
-        if not queued:
-            return original(scheduler, running_batch)
+        waiting = set(scheduler.waiting_queue)
+        for session in landed:
+            if session.req not in waiting:
+                self._close(session.req.bootstrap_room, "aborted")  # SGLang took it out of its queue
+        queue = [s for s in landed if s.req in waiting]
+        # After a pass it is the turn of those who sat it out, and of whoever else wants to get in.
+        others = len(scheduler.waiting_queue) > len(queue) or scheduler.grammar_manager.has_waiting_grammars()
+        turn = not passed or not (others or (self._sat_out and not running_batch.is_empty()))
+        if turn:
+            for session in queue:
+                session.aim()
+        if turn and (parts := extend.plan(scheduler, running_batch, queue)):
+            return self._extend(scheduler, running_batch, parts)
+        if turn and queue and self._stuck(running_batch, queue):
+            self.do(self.machine.stuck(queue[-1].req.bootstrap_room, time.monotonic()))
+        here = {s.req for s in queue}
         scheduler.waiting_queue = [r for r in scheduler.waiting_queue if r not in here]
         try:
             return original(scheduler, running_batch)
         finally:
-            scheduler.waiting_queue.extend(queued)
+            scheduler.waiting_queue.extend(s.req for s in queue)
 
-    def _extend(self, scheduler: Any, running_batch: ScheduleBatch, queued: list[Any]) -> ScheduleBatch | None:
-        fits = self._that_fit(scheduler, running_batch, queued)
-        if not fits:
-            return None
-        for req in fits:
-            _prepare(req)
-        chosen = set(fits)
-        scheduler.waiting_queue = [r for r in scheduler.waiting_queue if r not in chosen]
-        set_time_batch(fits, "set_forward_entry_time")
-        batch = ScheduleBatch.init_new(
-            fits,
-            scheduler.req_to_token_pool,
-            scheduler.token_to_kv_pool_allocator,
-            scheduler.tree_cache,
-            scheduler.model_config,
-            scheduler.enable_overlap,
-            scheduler.spec_algorithm,
-        )
-        batch.prepare_for_extend()
-        if scheduler.enable_overlap:
-            # As for SGLang's own prebuilt batches: a finished request's last forward may still use a reused row.
-            scheduler.schedule_stream.wait_stream(scheduler.forward_stream)
-        for req in fits:
-            self.counters.inc("handoff.extend_tokens", req.extend_len)
-            self.timeline.event("extend", req.bootstrap_room, n=req.extend_len)
-            self._close(req.bootstrap_room, "landed")
-        batch = scheduler.dp_attn_adapter.maybe_prepare_mlp_sync_batch(batch)
-        set_schedule_time_batch(batch)
-        return batch
+    def _extend(self, scheduler: Any, running_batch: ScheduleBatch, parts: list[extend.Part]) -> NextBatchPlan:
+        batch = extend.build(scheduler, parts)
+        for part in parts:
+            self.counters.inc("handoff.tokens", part.req.extend_len)
+            self.timeline.event("extend", part.req.bootstrap_room, n=part.req.extend_len, last=part.last)
+            if part.last:
+                self._close(part.req.bootstrap_room, "landed")
+            else:
+                self._middle = part.req
+        self._passed, self._sat_out = True, not extend.mix(scheduler, batch, running_batch)
+        self.counters.inc("handoff.passes", kind="own" if self._sat_out else "mixed")
+        if self._middle is not None:
+            session = self._sessions[self._middle.bootstrap_room]
+            session.left, session.apart = session.rest, self._sat_out
+        if not self._sat_out:
+            running_batch = ScheduleBatch(reqs=[], batch_is_full=running_batch.batch_is_full)
+        return NextBatchPlan(batch_to_run=extend.finish_build(scheduler, batch), running_batch=running_batch)
 
-    def _that_fit(self, scheduler: Any, running_batch: ScheduleBatch, queued: list[Any]) -> list[Any]:
-        """As many as there is memory and batch room for, beside the running batch's next step."""
-        if not queued:
-            return []
-        page = scheduler.token_to_kv_pool_allocator.page_size
-        room = min(scheduler.req_to_token_pool.size, scheduler.max_running_requests) - running_batch.batch_size()
-        free = scheduler.token_to_kv_pool_allocator.available_size() + scheduler.tree_cache.evictable_size()
-        if not running_batch.is_empty():
-            free -= running_batch.new_tokens_required_next_decode()
-        fits: list[Any] = []
-        tokens = 0
-        for req in queued[: max(0, room)]:
-            end = len(req.origin_input_ids) + len(req.output_ids)
-            # One page more than the pass itself: the next decode step may need it.
-            need = (-(-end // page) - -(-req.kv.kv_committed_len // page) + 1) * page
-            tokens += end - req.kv.kv_committed_len
-            if need > free or (fits and tokens > MAX_EAGER_TOKENS):
-                break
-            free -= need
-            fits.append(req)
-        if not fits and self._stuck(scheduler, running_batch, queued):
-            self.do(self.machine.stuck(queued[-1].bootstrap_room, time.monotonic()))
-        return fits
-
-    def _stuck(self, scheduler: Any, running_batch: ScheduleBatch, queued: list[Any]) -> bool:
+    def _stuck(self, running_batch: ScheduleBatch, queue: list[_Session]) -> bool:
         """Nothing runs, lands or drains that could ever free memory. (With retracted requests nothing is let land.)"""
+        scheduler = self.scheduler
         transfers = scheduler.disagg_decode_transfer_queue
         return (
             running_batch.is_empty()
+            and not self._leaving
             and (not transfers.queue or bool(scheduler.disagg_decode_prealloc_queue.retracted_queue))
             and not transfers.has_pending_deferred_releases()
-            and len(scheduler.waiting_queue) == len(queued)
+            and len(scheduler.waiting_queue) == len(queue)
         )
 
     def _give_up(self, room: int) -> None:
@@ -293,10 +326,15 @@ class MainSeam(ingress.Seam):
 
     # --- who made which tokens ---
 
-    def extended(self, reqs: list[Any]) -> None:
-        """Results of an extend pass have been processed: MD's own first tokens."""
-        for req in reqs:
-            if session := self._credits.get(req.rid):
+    def extended(self, batch: ScheduleBatch) -> None:
+        """Results of an extend pass have been processed: what waited for that can go, and MD has tokens of its own."""
+        for left in [r for r in self._leaving if r.inflight_middle_chunks == 0]:
+            self._leaving.remove(left)
+            self._leave(left)
+        riding = set(batch.decoding_reqs or ())
+        for req in batch.reqs:
+            session = self._credits.get(req.rid)
+            if session and req.bootstrap_room not in self._sessions and req not in riding:
                 self.timeline.event("own", req.bootstrap_room, start=sum(session.by.values()))
 
     def streamed(self, reqs: list[Any]) -> None:
@@ -313,31 +351,10 @@ class MainSeam(ingress.Seam):
                 )
 
 
-def _prepare(req: Any) -> None:
-    """Set a landed request up for a forward pass over its output tokens."""
-    _count_own_hit(req)
-    req.init_next_round_input(None)
-    landed = req.kv.kv_committed_len
-    req.prefix_len = landed
-    req.extend_end = len(req.full_untruncated_fill_ids)
-    # P has counted the cached tokens; and input logprobs are P's, output tokens have none to compute here.
-    req.already_computed = landed
-    req._cache_breakdown_computed = True
-    req.logprob_start_len = -1
-
-
 def _set_cached(req: Any, cached: tuple[int, ...]) -> None:
     req.cached_tokens, req.cached_tokens_device, req.cached_tokens_host, req.cached_tokens_storage = cached[:4]
     req.already_computed = req.cached_tokens
-    _count_own_hit(req)
-
-
-def _count_own_hit(req: Any) -> None:
-    """As SGLang does for a batch that is prebuilt: what MD found cached beyond P counts too."""
-    if not req.retracted_stain:
-        more = max(0, req.prefix_len - req.already_computed)
-        req.cached_tokens += more
-        req.cached_tokens_device += more
+    extend.count_own_hit(req)
 
 
 # --- hooks ------------------------------------------------------------------------------------------------------
@@ -367,6 +384,12 @@ def after_transfers(result: Any, queue: Any, *args: Any, **kwargs: Any) -> None:
         seam.swept(queue)
 
 
+def step_begins(scheduler: Any) -> None:
+    """Before ``process_decode_queue``: before SGLang judges how much memory the running batch needs."""
+    if seam := _seam():
+        seam.begin_step()
+
+
 def next_batch(original: Callable[..., NextBatchPlan], scheduler: Any, running_batch: ScheduleBatch) -> NextBatchPlan:
     """Around ``get_next_disagg_decode_batch_to_run``."""
     seam = _seam()
@@ -378,7 +401,7 @@ def next_batch(original: Callable[..., NextBatchPlan], scheduler: Any, running_b
 def extend_processed(result: Any, processor: Any, batch: ScheduleBatch, output: Any) -> None:
     """After ``process_batch_result_prefill``, which on MD sees extend passes only."""
     if seam := _seam():
-        seam.extended(batch.reqs)
+        seam.extended(batch)
 
 
 def abort_sent(result: Any, scheduler: Any, abort_req: Any, req: Any) -> None:

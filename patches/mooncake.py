@@ -28,14 +28,16 @@ Block = tuple[int, int, int]  # source address, destination address, bytes
 SEGMENT_SECONDS = 0.02  # what one paced segment takes
 MIN_SEGMENT = 64 << 10  # bytes
 FREE_SEGMENT = 8 << 20  # bytes; without a rate limit, only cancellation needs segments
+MOST_BLOCKS = 1024  # in one call: of a few thousand at once Mooncake's TCP refuses all
 IDLE_LANE = 600.0  # seconds until the worker of an unused lane ends
 
 
 class Lane(FastQueue):
     """SGLang's transfer queue of one destination; remembers which chunk its worker has in hand, and what is left."""
 
-    def __init__(self, link: LinkEstimate) -> None:
+    def __init__(self, manager: Any, link: LinkEstimate) -> None:
         super().__init__()
+        self.manager = manager
         self.link = link
         self.used = time.monotonic()
         self.in_hand: Any = None
@@ -102,7 +104,7 @@ class Lanes:
         lane = self._lanes.get(key)
         if lane is None or not (lane.worker and lane.worker.is_alive()):  # SGLang's worker ends when it raises
             self._retire()
-            lane = self._lanes[key] = Lane(LinkEstimate(self.rate))
+            lane = self._lanes[key] = Lane(manager, LinkEstimate(self.rate))
             self._by_session.update(dict.fromkeys(key, lane))
             lane.worker = threading.Thread(
                 target=manager.transfer_worker, args=(lane, ThreadPoolExecutor(4), None, 0), daemon=True
@@ -116,25 +118,24 @@ class Lanes:
         for lane in self._lanes.values():
             lane.forget(room)
 
-    def transfer(self, original: Callable[..., int], manager: Any, session: str, blocks: list[Block]) -> int:
+    def transfer(self, send: Callable[[list[Block]], int], session: str, blocks: list[Block]) -> int:
         """Send blocks in segments. Returns 0 also when the room was cancelled: nothing is in flight then."""
         lane = self._by_session.get(session)
         if lane is None or lane.in_hand is None or self.is_lan(session):
-            return original(manager, session, blocks)
-        room = lane.in_hand.room
+            parts = range(0, len(blocks), MOST_BLOCKS)
+            return next((status for i in parts if (status := send(blocks[i : i + MOST_BLOCKS])) != 0), 0)
+        room, status_of = lane.in_hand.room, lane.manager.request_status
 
         def cancelled() -> bool:
-            return manager.request_status.get(room, KVPoll.Failed) == KVPoll.Failed
+            return status_of.get(room, KVPoll.Failed) == KVPoll.Failed
 
-        for part in segments([length for _, _, length in blocks], self._segment):
+        for part in segments([length for _, _, length in blocks], self._segment, MOST_BLOCKS):
             size = sum(length for _, _, length in part)
             if cancelled() or (self._bucket is not None and not self._bucket.take(size, cancelled)):
                 lane.forget(room)
                 return 0
             started = time.monotonic()
-            status = original(
-                manager, session, [(blocks[i][0] + offset, blocks[i][1] + offset, n) for i, offset, n in part]
-            )
+            status = send([(blocks[i][0] + offset, blocks[i][1] + offset, n) for i, offset, n in part])
             if status != 0:
                 lane.forget(room)
                 return status
@@ -193,8 +194,20 @@ def add_transfer_request(
         manager.transfer_queues = stock
 
 
-def transfer_data(
-    original: Callable[..., int], manager: Any, mooncake_session_id: str, transfer_blocks: list[Block]
+def batch_transfer(
+    original: Callable[..., int],
+    engine: Any,
+    session_id: str,
+    buffers: list[int],
+    peer_buffer_addresses: list[int],
+    lengths: list[int],
 ) -> int:
-    """Around ``MooncakeKVManager._transfer_data``: paced and cancellable on the WAN."""
-    return get_lanes().transfer(original, manager, mooncake_session_id, transfer_blocks)
+    """Around ``MooncakeTransferEngine.batch_transfer_sync``: paced and cancellable on the WAN."""
+
+    def send(blocks: list[Block]) -> int:
+        sources, destinations, sizes = zip(*blocks, strict=True)
+        return original(engine, session_id, list(sources), list(destinations), list(sizes))
+
+    if not lengths:
+        return 0
+    return get_lanes().transfer(send, session_id, list(zip(buffers, peer_buffer_addresses, lengths, strict=True)))

@@ -28,9 +28,9 @@ from sglang.srt.runtime_context import get_parallel
 from sglang_pdd.actions import AnswerEarly, Command, DropRelay, OpenRelay
 from sglang_pdd.config import PddConfig
 from sglang_pdd.patches import ingress, mooncake
-from sglang_pdd.patches.bootstrap import Drain
+from sglang_pdd.patches.drain import Drain
 from sglang_pdd.patches.logprobs import output_logprobs
-from sglang_pdd.patches.sampling import obstacle, sampling_to_wire
+from sglang_pdd.patches.sampling import obstacle, request_of
 from sglang_pdd.prefill import Job, Prefill
 from sglang_pdd.protocol import Chunk
 
@@ -118,17 +118,7 @@ class PrefillSeam(ingress.Seam):
             missing=missing,
             predicted_ms=round(landing_ms, 1),
         )
-        job = Job(
-            room,
-            sessions,
-            req.origin_input_ids,
-            sampling_to_wire(req.pdd_sampling),
-            landing_ms,
-            req.return_logprob,
-            req.logprob.top_logprobs_num if req.return_logprob else 0,
-            obstacle(req),
-        )
-        self.do(self.machine.bootstrapped(job))
+        self.do(self.machine.bootstrapped(Job(room, sessions, request_of(req), landing_ms, obstacle(req))))
 
     def prefilled(self, req: Any) -> None:
         """The first token is sampled: it is MD's before any KV is."""

@@ -15,6 +15,7 @@ from sglang.srt.managers.schedule_batch import FINISH_ABORT
 from sglang_pdd.actions import Command, StartDecode, StopDecode
 from sglang_pdd.config import PddConfig
 from sglang_pdd.patches import ingress
+from sglang_pdd.patches.drain import Drain
 from sglang_pdd.patches.logprobs import output_logprobs
 from sglang_pdd.patches.sampling import sampling_from_wire
 from sglang_pdd.protocol import Chunk
@@ -28,9 +29,11 @@ class RelaySeam(ingress.Seam):
         super().__init__(scheduler, config)
         self._rooms: dict[str, int] = {}  # rid -> relay room
         capacity = min(config.max_relays or DEFAULT_RELAYS, scheduler.max_running_requests)
-        self.machine = Relay(self.counters, capacity, scheduler.max_total_num_tokens, self.trusted)
+        self._drain = Drain.open()
+        pool = scheduler.max_total_num_tokens
+        self.machine = Relay(self.counters, capacity, pool, self.trusted, self._draining)
         if self.rank == 0:
-            self.connect(self.machine, listen=False, capacity=capacity)
+            self.connect(self.machine, listen=False, capacity=lambda: self.machine.capacity)
 
     @property
     def kv_manager(self) -> Any:
@@ -42,6 +45,14 @@ class RelaySeam(ingress.Seam):
     def relays(self) -> int:
         return len(self.machine)
 
+    def _draining(self) -> bool:
+        return self._drain is not None and self._drain.begun
+
+    def _count(self) -> None:
+        """Tell the launcher how many relays it must wait for when it is to end."""
+        if self._drain is not None:
+            self._drain.set(len(self._rooms), self.rank)
+
     def run(self, command: Command) -> None:
         if isinstance(command, StartDecode):
             self._start(command)
@@ -50,12 +61,13 @@ class RelaySeam(ingress.Seam):
             self.scheduler.abort_request(AbortReq(rid=relay_rid(command.relay_room)))
 
     def _start(self, command: StartDecode) -> None:
+        request = command.request
         host, _, port = command.bootstrap.rpartition(":")
         try:
-            sampling = sampling_from_wire(dict(command.sampling))
+            sampling = sampling_from_wire(dict(request.sampling))
             sampling.verify(self.scheduler.model_config.vocab_size)
-            if max(command.prompt) >= self.scheduler.model_config.vocab_size:
-                raise ValueError("a prompt token is not in the vocabulary")
+            if max((*request.prompt, *request.named_ids)) >= self.scheduler.model_config.vocab_size:
+                raise ValueError("a token is not in the vocabulary")
         except Exception as error:  # msgspec raises kinds of its own
             self.counters.inc("relay.refused", reason="malformed")
             ingress.logger.error("PDD: cannot start relay %d: %s", command.relay_room, error)
@@ -63,20 +75,25 @@ class RelaySeam(ingress.Seam):
             return
         rid = relay_rid(command.relay_room)
         self._rooms[rid] = command.relay_room
-        self.timeline.event("relay_start", command.relay_room, prompt_tokens=len(command.prompt))
+        self._count()
+        self.timeline.event("relay_start", command.relay_room, prompt_tokens=len(request.prompt))
         self.scheduler.handle_generate_request(
             TokenizedGenerateReqInput(
                 rid=rid,
                 input_text="",
-                input_ids=array("q", command.prompt),
+                input_ids=array("q", request.prompt),
                 input_embeds=None,
                 mm_inputs=None,
                 token_type_ids=None,
                 sampling_params=sampling,
-                return_logprob=command.return_logprob,
+                return_logprob=request.return_logprob,
                 logprob_start_len=-1,
-                top_logprobs_num=command.top_logprobs,
-                token_ids_logprob=None,
+                top_logprobs_num=request.top_logprobs,
+                token_ids_logprob=list(request.named_ids) or None,
+                custom_logit_processor=request.logit_processor or None,
+                require_reasoning=request.reasoning,
+                extra_key=request.extra_key or None,
+                cache_salt=request.cache_salt or None,
                 stream=True,
                 bootstrap_host=host,
                 bootstrap_port=int(port),
@@ -110,6 +127,7 @@ class RelaySeam(ingress.Seam):
         relay_room = self._rooms.pop(rid, None)
         if relay_room is None:
             return False
+        self._count()
         self.do(self.machine.ended(relay_room))
         return True
 

@@ -15,7 +15,7 @@ from sglang_pdd.config import DEFAULT_HOST, FLAGS, ConfigError, PddConfig
 from sglang_pdd.config import add_flags as add_pdd_flags
 from sglang_pdd.keys import Keys, KeysError
 from sglang_pdd.patches import guard
-from sglang_pdd.patches.bootstrap import Drain
+from sglang_pdd.patches.drain import Drain
 
 # Set by the launcher once it has checked the configuration; a scheduler without it was started past our checks.
 CHECKED = "PDD_CHECKED"
@@ -29,7 +29,7 @@ _DECODE = (
 _IMPLIED: dict[str, tuple[tuple[str, Any, Any], ...]] = {
     "prefill": (("disaggregation_mode", "prefill", "null"),),
     "relay": _DECODE,
-    "main": _DECODE,
+    "main": (*_DECODE, ("enable_mixed_chunk", True, False)),  # an extend pass takes the running decodes along
 }
 
 # Stock flags that PDD has not been run with: field -> the only value served. Of a union, any of them.
@@ -90,6 +90,7 @@ def take_flags(_: type, args: argparse.Namespace) -> None:
         if config.active:
             imply(config, args, sys.argv[1:])
             refuse(args)
+            refuse_code_of_strangers(config, args)
     except (ConfigError, KeysError) as error:
         guard.fail(str(error))
     for flag in FLAGS:
@@ -99,7 +100,7 @@ def take_flags(_: type, args: argparse.Namespace) -> None:
         return
     os.environ.update(config.to_env())
     os.environ[CHECKED] = "1"
-    if config.role == "prefill":
+    if config.role in ("prefill", "relay"):
         Drain.create()
     guard.install(config.role or "pace", "launcher")
     guard.apply_now()
@@ -150,6 +151,12 @@ def refuse(args: Any) -> None:
     for name in _UNSERVED_ENVIRONMENT:
         if os.environ.get(name, "").lower() in ("1", "true", "yes", "y", "on", "t"):
             raise ConfigError(f"{name}={os.environ[name]} is not supported with PDD: unset it")
+
+
+def refuse_code_of_strangers(config: PddConfig, args: Any) -> None:
+    """A custom logit processor is code, and a relay takes it from whoever its prefill is."""
+    if config.role == "relay" and config.insecure and getattr(args, "enable_custom_logit_processor", False):
+        raise ConfigError("--enable-custom-logit-processor on a relay: drop --pdd-insecure, use --pdd-keys")
 
 
 def check_model(model_config: Any) -> str | None:

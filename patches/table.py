@@ -171,7 +171,18 @@ ENTRIES: tuple[Entry, ...] = (
         "has a default of the CPU platform's", process="launcher", kind="field",
     ),
 
-    # --- P: discovery and drain: bootstrap.py
+    # --- Requests that would end a stock server: samples.py
+    _hook(
+        "sglang.srt.managers.io_struct.GenerateReqInput", "normalize_batch_and_arguments",
+        "(self)",
+        "after", "samples:refuse", "n > 1 is refused, since stock schedulers die of it", roles=("prefill", "main"), process="launcher",
+    ),
+    *_uses(
+        "sglang.srt.managers.io_struct.GenerateReqInput", "parallel_sample_num bootstrap_room",
+        "how many samples, in which rooms", roles=("prefill", "main"), process="launcher",
+    ),
+
+    # --- P: discovery: bootstrap.py; P, RLD: drain.py
     _hook(
         BOOTSTRAP_SERVER, "_setup_routes",
         "(self)",
@@ -185,12 +196,12 @@ ENTRIES: tuple[Entry, ...] = (
     _hook(
         TOKENIZER_MANAGER, "sigterm_watchdog",
         "(self)",
-        "around", "bootstrap:finish_copies", "holds back the shutdown while KV copies are in flight", roles=("prefill",), process="launcher",
+        "around", "drain:finish_work", "holds back the shutdown while KV copies or relays are in flight", roles=("prefill", "relay"), process="launcher",
     ),
     *_uses(
         TOKENIZER_MANAGER,
         "gracefully_exit rid_to_state server_status",
-        "read while holding back the shutdown", roles=("prefill",), process="launcher",
+        "read while holding back the shutdown", roles=("prefill", "relay"), process="launcher",
     ),
     *_uses(
         "sglang.srt.managers.tokenizer_manager.ServerStatus",
@@ -313,9 +324,9 @@ ENTRIES: tuple[Entry, ...] = (
         "around", "mooncake:add_transfer_request", "a lane for each destination", roles=SENDERS,
     ),
     _hook(
-        MOONCAKE, "_transfer_data",
-        "(self, mooncake_session_id, transfer_blocks)",
-        "around", "mooncake:transfer_data", "pacing and cancellation", roles=SENDERS,
+        "sglang.srt.distributed.device_communicators.mooncake_transfer_engine.MooncakeTransferEngine", "batch_transfer_sync",
+        "(self, session_id, buffers, peer_buffer_addresses, lengths)",
+        "around", "mooncake:batch_transfer", "pacing and cancellation", roles=SENDERS,
     ),
     _calls(
         MOONCAKE, "transfer_worker",
@@ -361,8 +372,8 @@ ENTRIES: tuple[Entry, ...] = (
     *_uses(
         REQ_INPUT,
         "rid input_text input_ids input_embeds mm_inputs token_type_ids sampling_params return_logprob "
-        "logprob_start_len top_logprobs_num token_ids_logprob stream bootstrap_host bootstrap_port "
-        "bootstrap_room",
+        "logprob_start_len top_logprobs_num token_ids_logprob custom_logit_processor require_reasoning extra_key cache_salt stream "
+        "bootstrap_host bootstrap_port bootstrap_room",
         "a relayed request is made of these", roles=("relay",), kind="field",
     ),
 
@@ -388,9 +399,19 @@ ENTRIES: tuple[Entry, ...] = (
         "around", "main:next_batch", "the extend pass", roles=("main",),
     ),
     _hook(
+        "sglang.srt.disaggregation.decode.SchedulerDisaggregationDecodeMixin", "process_decode_queue",
+        "(self)",
+        "before", "main:step_begins", "the last extend pass joins the running batch", roles=("main",),
+    ),
+    _hook(
+        BATCH, "cumulate_penalty_output_tokens",
+        "(self)",
+        "around", "extend:first_history", "penalties see what they see on a single server", roles=("relay", "main"),
+    ),
+    _hook(
         RESULTS, "process_batch_result_prefill",
         "(self, batch, result)",
-        "after", "main:extend_processed", "an extend pass is done", roles=("main",), safe=True,
+        "after", "main:extend_processed", "an extend pass is done", roles=("main",),
     ),
     _hook(
         STREAMER, "stream_output",
@@ -409,6 +430,39 @@ ENTRIES: tuple[Entry, ...] = (
     ),
     _calls(BATCH, "prepare_for_extend", "(self)", "the extend batch", roles=("main",)),
     _calls(BATCH, "merge_batch", "(self, other)", "the extend batch", roles=("main",)),
+    _calls(BATCH, "prepare_for_decode", "(self)", "a mixed pass", roles=("main",)),
+    _calls(BATCH, "mix_with_running", "(self, running_batch)", "a mixed pass", roles=("main",)),
+    _calls(BATCH, "check_decode_mem", "(self, selected_indices=None)", "a mixed pass", roles=("main",)),
+    _calls(SCHEDULER, "_reqs_finishing_inflight", "(self, batch)", "a mixed pass", roles=("main",)),
+    *_uses(BATCH, "decoding_reqs batch_is_full", "a mixed pass", roles=("main",), kind="field"),
+    _calls(
+        "sglang.srt.managers.schedule_policy.SchedulePolicy", "calc_priority",
+        "(self, waiting_queue, running_batch=None, processed_tokens=0)",
+        "who is taken over first", roles=("main",),
+    ),
+    *_uses(
+        "sglang.srt.sampling.penaltylib.frequency_penalty.BatchedFrequencyPenalizer",
+        "frequency_penalties cumulated_frequency_penalties",
+        "penalties of relayed tokens", roles=("main",),
+    ),
+    *_uses(
+        "sglang.srt.sampling.penaltylib.presence_penalty.BatchedPresencePenalizer",
+        "presence_penalties cumulated_presence_penalties",
+        "penalties of relayed tokens", roles=("main",),
+    ),
+    *_uses(
+        "sglang.srt.sampling.penaltylib.repetition_penalty.BatchedRepetitionPenalizer",
+        "repetition_penalties cumulated_repetition_penalties",
+        "penalties of relayed tokens", roles=("main",),
+    ),
+    *_uses(
+        "sglang.srt.sampling.penaltylib.min_new_tokens.BatchedMinNewTokensPenalizer", "len_output_tokens",
+        "penalties of relayed tokens", roles=("main",),
+    ),
+    *_uses(
+        "sglang.srt.sampling.penaltylib.orchestrator.BatchedPenalizerOrchestrator", "penalizers",
+        "penalties of relayed tokens", roles=("main",),
+    ),
     _calls(
         BATCH, "filter_batch",
         "(self, reqs_to_exclude=None, keep_indices=None)",
@@ -449,14 +503,15 @@ ENTRIES: tuple[Entry, ...] = (
         REQ,
         "prefix_len extend_end full_untruncated_fill_ids already_computed _cache_breakdown_computed "
         "logprob_start_len cached_tokens cached_tokens_device cached_tokens_host cached_tokens_storage "
-        "pd_rebootstrap_forced_output_id",
+        "pd_rebootstrap_forced_output_id inflight_middle_chunks is_retracted decode_batch_idx",
         "a request's state", roles=("main",),
     ),
     *_uses(
         SCHEDULER,
         "_engine_paused disagg_decode_transfer_queue disagg_decode_prealloc_queue last_batch waiting_queue req_to_token_pool "
         "max_running_requests enable_overlap spec_algorithm dp_attn_adapter schedule_stream forward_stream "
-        "batch_result_processor",
+        "batch_result_processor is_mixed_chunk enable_priority_scheduling policy running_batch "
+        "grammar_manager",
         "read by MD's seam", roles=("main",),
     ),
 )

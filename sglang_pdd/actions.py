@@ -6,11 +6,9 @@ is broadcast with them, and is carried out by all tensor-parallel ranks in the s
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
-from sglang_pdd.protocol import Logprobs, Message
+from sglang_pdd.protocol import Logprobs, Message, Request
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,10 +66,7 @@ class DropRelay:
 class StartDecode:
     relay_room: int
     bootstrap: str  # host:port
-    prompt: tuple[int, ...]
-    sampling: Mapping[str, Any]
-    return_logprob: bool
-    top_logprobs: int
+    request: Request
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +88,7 @@ class Emit:
     logprobs: Logprobs | None
     source: str  # "P" or "RLD"
     cached: tuple[int, ...] | None
+    load: int | None = None  # percent of RLD's relays that are in use
 
 
 @dataclass(frozen=True, slots=True)

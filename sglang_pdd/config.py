@@ -14,10 +14,11 @@ from sglang_pdd.pacing import parse_rate
 
 Role = Literal["prefill", "relay", "main"]
 RelayPolicy = Literal["auto", "always", "never"]
-Handoff = Literal["one-shot"]
+Handoff = Literal["auto", "one-shot", "catch-up"]
 
 DEFAULT_HOST = "127.0.0.1"
 DEFAULT_PORT = 9310
+MAX_PASS = 2048  # tokens of one extend pass; a decode server plans activation memory for no more
 
 
 class ConfigError(ValueError):
@@ -103,9 +104,16 @@ FLAGS = (
     ),
     Flag(
         "handoff",
-        "How a main server takes a relayed request over: one-shot recomputes the KV of all relayed tokens in one pass. "
-        "Default: one-shot.",
+        "How a main server takes a relayed request over. one-shot recomputes the KV of all relayed tokens in one pass: "
+        "the relay is free soonest. catch-up recomputes a few tokens a step while the relay goes on: nobody feels it. "
+        "auto: one-shot if the relay is busy, else catch-up. Default: auto.",
         choices=get_args(Handoff),
+        roles=("main",),
+    ),
+    Flag(
+        "handoff_threshold",
+        f"Tokens that a catch-up recomputes in one step, 1..{MAX_PASS}. Default: 64.",
+        metavar="TOKENS",
         roles=("main",),
     ),
     Flag(
@@ -134,7 +142,8 @@ class PddConfig:
     relay_threshold_ms: float = 200.0
     wan_rate_limit: float | None = None  # bytes per second
     max_relays: int | None = None
-    handoff: Handoff = "one-shot"
+    handoff: Handoff = "auto"
+    handoff_threshold: int = 64
     keys: str | None = None
     insecure: bool = False
     timeline: str | None = None
@@ -206,6 +215,8 @@ class PddConfig:
             raise ConfigError("--pdd-wan-rate-limit: expected more than 0")
         if self.max_relays is not None and self.max_relays < 1:
             raise ConfigError(f"--pdd-max-relays {self.max_relays}: expected 1 or more")
+        if not 1 <= self.handoff_threshold <= MAX_PASS:
+            raise ConfigError(f"--pdd-handoff-threshold {self.handoff_threshold}: expected 1..{MAX_PASS}")
         if self.keys is not None and self.insecure:
             raise ConfigError("--pdd-keys and --pdd-insecure exclude one another: drop one")
         if self.keys is not None and not Path(self.keys).is_dir():
@@ -308,7 +319,7 @@ def _from_environ(flag: Flag) -> str | bool | None:
 
 def _parse_value(flag: Flag, value: Any) -> Any:
     """Text -> the field's type; raises `ConfigError`."""
-    if flag.field in ("port", "max_relays", "relay_threshold_ms"):
+    if flag.field in ("port", "max_relays", "relay_threshold_ms", "handoff_threshold"):
         number, kind = (float, "number") if flag.field == "relay_threshold_ms" else (int, "whole number")
         try:
             return number(value)

@@ -1,7 +1,8 @@
 """MD's side of a relay, without I/O: which eager tokens become output, and when the relay ends.
 
 Eager tokens are accepted in position order, from whoever has them first. At the cut MD has accepted ``kept`` tokens;
-whatever arrives after it, for any position, is dropped. Nobody is asked, so a handoff costs no round trip.
+whatever arrives after it, for any position, is dropped. Nobody is asked, so a handoff costs no round trip. Between the
+landing and the cut MD may take several steps to catch up; tokens are accepted all the while.
 """
 
 from __future__ import annotations
@@ -13,7 +14,6 @@ from sglang_pdd.actions import Action, Emit, GiveUp, Send
 from sglang_pdd.metrics import Counters
 from sglang_pdd.protocol import Chunk, Message, Ping, Pong, Stop, Tokens
 
-MAX_EAGER_TOKENS = 2048  # of one extend pass, and so of one request: for no more does a decode server plan memory
 MAX_HELD_TOKENS = 4096  # of one request, waiting for a gap to close
 RELAY_SILENCE = 5.0  # seconds without a token, after which nothing more is hoped of a relay
 MAX_REMEMBERED = 4096  # closed rooms, told apart from rooms that never were
@@ -24,8 +24,11 @@ class _Session:
     accepted: list[int] = field(default_factory=list)
     held: dict[int, Chunk] = field(default_factory=dict)
     relay: str | None = None  # the RLD that sends tokens
+    proven: bool = False  # the relay's first token has come, and it was no other than P's
     muted: bool = False  # nothing more is taken from the relay
+    complete: bool = False  # the relay has said that nothing more will come
     heard: float = 0.0  # when it last sent something
+    load: int = 0  # percent of its relays in use, as it last said
 
 
 class Main:
@@ -47,9 +50,10 @@ class Main:
     def receive(self, peer: str, message: Message, now: float, *, prefill: str | None = None) -> list[Action]:
         """``prefill``: bootstrap address of the peer if it is a P (MD dialled it); else it is an RLD."""
         if isinstance(message, Tokens):
-            return [a for chunk in message.chunks for a in self._chunk(peer, chunk, now, prefill is not None)]
+            load = message.load if prefill is None else None
+            return [a for chunk in message.chunks for a in self._chunk(peer, chunk, now, load)]
         if isinstance(message, Ping):
-            return [Send(peer, Pong(tuple(r for r in message.rooms if r not in self._sessions)))]
+            return [Send(peer, Pong(tuple(r for r in message.rooms if not self._wants(r))))]
         return []
 
     def cut(self, room: int, kept: int, why: str) -> list[Action]:
@@ -66,12 +70,17 @@ class Main:
     def stuck(self, room: int, now: float) -> list[Action]:
         """The KV has landed and there will never be memory to go on; only the relay can complete the answer."""
         session = self._sessions.get(room)
-        return [GiveUp(room)] if session is not None and now - session.heard > RELAY_SILENCE else []
+        if session is None:
+            return []
+        hopeless = session.muted or session.complete or now - session.heard > RELAY_SILENCE
+        return [GiveUp(room)] if hopeless else []
 
     def tick(self, now: float) -> list[Action]:
         return []
 
-    def _chunk(self, peer: str, chunk: Chunk, now: float, prefill: bool) -> list[Action]:
+    def _chunk(self, peer: str, chunk: Chunk, now: float, load: int | None) -> list[Action]:
+        """``load``: the RLD's; None: the chunk is P's."""
+        prefill = load is None
         session = self._sessions.get(chunk.room)
         if session is None:
             return self._stray(peer, chunk, prefill)
@@ -84,36 +93,43 @@ class Main:
                 return []
             session.relay = peer
             session.heard = now
+            session.load = load or 0
+            session.complete |= chunk.finished is not None
         if self._contradicts(session, chunk):
             self._counters.inc("tokens.mismatch")
             if prefill:
                 return []
             return self._mute(chunk.room, session, peer, "mismatch")
-        if chunk.start > len(session.accepted):
+        session.proven |= not prefill and chunk.start == 0 and bool(chunk.ids)
+        if chunk.start > len(session.accepted) or not (prefill or session.proven):
             return self._hold(session, chunk)
-        actions = self._accept(session, chunk, "P" if prefill else "RLD")
-        while (held := session.held.pop(len(session.accepted), None)) is not None:
-            actions += self._accept(session, held, "RLD")
-        if len(session.accepted) >= MAX_EAGER_TOKENS and not prefill:
-            actions += self._mute(chunk.room, session, peer, "enough")
+        actions = self._accept(session, chunk, load)
+        while session.proven and (held := session.held.pop(len(session.accepted), None)) is not None:
+            actions += self._accept(session, held, session.load)
         return actions
+
+    def _wants(self, room: int) -> bool:
+        session = self._sessions.get(room)
+        return session is not None and not session.muted
 
     def _mute(self, room: int, session: _Session, relay: str, why: str) -> list[Action]:
         session.muted = True
         session.held.clear()
         return [Send(relay, Stop(room, len(session.accepted), why))]
 
-    def _accept(self, session: _Session, chunk: Chunk, source: str) -> list[Action]:
+    def _accept(self, session: _Session, chunk: Chunk, load: int | None) -> list[Action]:
+        source = "P" if load is None else "RLD"
         known = len(session.accepted) - chunk.start
         fresh = chunk.ids[known:]
         self._counters.inc("tokens.duplicate", len(chunk.ids) - len(fresh))
         if not fresh:  # only P knows what it found cached; its token may come second
             known_cached = chunk.cached is not None
-            return [Emit(chunk.room, len(session.accepted), (), None, source, chunk.cached)] if known_cached else []
+            emit = Emit(chunk.room, len(session.accepted), (), None, source, chunk.cached, load)
+            return [emit] if known_cached else []
         start = len(session.accepted)
         session.accepted.extend(fresh)
         logprobs = chunk.logprobs.slice(known, len(chunk.ids)) if chunk.logprobs else None
-        return [Emit(chunk.room, start, fresh, logprobs, source, chunk.cached)]
+        return [Emit(chunk.room, start, fresh, logprobs, source, chunk.cached, load)]
 
     def _contradicts(self, session: _Session, chunk: Chunk) -> bool:
         known = session.accepted[chunk.start : chunk.start + len(chunk.ids)]

@@ -99,22 +99,22 @@ class TokenBucket:
             return max((need - self._tokens) / self.rate, 1e-4)
 
 
-def segments(lengths: Sequence[int], limit: int) -> Iterator[list[tuple[int, int, int]]]:
-    """Cut blocks into segments of at most ``limit`` bytes, in order: lists of (block, offset, length).
+def segments(lengths: Sequence[int], limit: int, most: int = 1 << 30) -> Iterator[list[tuple[int, int, int]]]:
+    """Cut blocks, in order, into segments of at most ``limit`` bytes and ``most`` pieces: (block, offset, length) each.
 
     A block that fits into a segment is never split. Empty blocks are left out.
 
     Raises:
-        ValueError: ``limit`` < 1, or a negative length.
+        ValueError: ``limit`` or ``most`` < 1, or a negative length.
     """
-    if limit < 1 or any(length < 0 for length in lengths):
-        raise ValueError(f"limit {limit} and all lengths must be positive")
+    if limit < 1 or most < 1 or any(length < 0 for length in lengths):
+        raise ValueError(f"limit {limit}, most {most} and all lengths must be positive")
     segment: list[tuple[int, int, int]] = []
     room = limit
     for block, length in enumerate(lengths):
         offset = 0
         while offset < length:
-            if segment and (room == 0 or room < length - offset):
+            if segment and (room == 0 or room < length - offset or len(segment) == most):
                 yield segment
                 segment, room = [], limit
             piece = min(length - offset, room)

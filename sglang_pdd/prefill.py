@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 from sglang_pdd import policy
 from sglang_pdd.actions import Action, AnswerEarly, DropRelay, OpenRelay, Send
@@ -18,12 +17,13 @@ from sglang_pdd.protocol import (
     Message,
     RelayOpen,
     RelayReply,
+    Request,
     Tokens,
     Welcome,
 )
 
 PEER_TIMEOUT = 10.0  # seconds without a Hello
-REFUSALS = ("full", "share", "memory", "key", "prompt")  # the first words of what a relay answers
+REFUSALS = ("drain", "full", "share", "memory", "key", "prompt")  # the first words of what a relay answers
 _STRIDE = 0x9E3779B97F4A7C15  # odd, so that rooms map to relay rooms one to one
 _OFFSET = 0x5851F42D4C957F2D
 
@@ -39,11 +39,8 @@ class Job:
 
     room: int
     sessions: tuple[str, ...]  # MD's transfer-engine sessions
-    prompt: Sequence[int]
-    sampling: Mapping[str, Any]
+    request: Request
     landing_ms: float  # predicted, after prefill
-    return_logprob: bool = False
-    top_logprobs: int = 0
     obstacle: str | None = None  # why it can't be relayed
 
 
@@ -97,7 +94,7 @@ class Prefill:
             self.counters.inc("requests", pipeline="stock")
             return []
         wanted = policy.relay_wanted(self.config.relay_policy, job.landing_ms, self.config.relay_threshold_ms)
-        if job.sampling.get("max_new_tokens") == 1:
+        if job.request.sampling.get("max_new_tokens") == 1:
             wanted = False  # P's own token is the answer
         if wanted and job.obstacle:
             self.counters.inc("relay.refused", reason="feature")
@@ -114,16 +111,7 @@ class Prefill:
         self._relays[relay_room] = _Relaying(job.room, node)
         self.counters.inc("requests", pipeline="P-RLD-MD")
         self.counters.inc("relay.opened")
-        ask = RelayOpen(
-            relay_room,
-            job.room,
-            tuple(job.prompt),
-            job.sampling,
-            hello.address,
-            hello.public_key,
-            job.return_logprob,
-            job.top_logprobs,
-        )
+        ask = RelayOpen(relay_room, job.room, hello.address, hello.public_key, job.request)
         return [AnswerEarly(job.room), OpenRelay(job.room, relay_room), Send(node, ask)]
 
     def first_token(self, sessions: tuple[str, ...], chunk: Chunk) -> list[Action]:

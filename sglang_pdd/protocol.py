@@ -8,7 +8,7 @@ fit raises `ProtocolError`, whose text is fit for one log line.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar
 
@@ -20,8 +20,11 @@ MAX_MESSAGE = 16 << 20  # bytes; RelayOpen carries a prompt, nothing else is lar
 MAX_PROMPT = 4_000_000  # tokens
 MAX_STEP_TOKENS = 8192  # tokens of one request in one message
 MAX_ROOMS = 4096  # requests named in one message
+MAX_ENTRIES = 1024  # of a map, such as a logit bias
 MAX_TEXT = 1024  # characters of a name, an address or a reason
 MAX_TOP_LOGPROBS = 256
+MAX_NAMED_IDS = 1024  # token ids of which a request wants the logprob at each position
+MAX_PROCESSOR = 1 << 20  # characters of a serialised custom logit processor
 ROOM_LIMIT = 1 << 63  # SGLang's bootstrap rooms are positive int64
 
 
@@ -39,22 +42,34 @@ class VersionMismatch(ProtocolError):
 
 @dataclass(frozen=True, slots=True)
 class Logprobs:
-    """Logprobs of consecutive tokens: ``values[i]`` and, for ``top_k`` > 0, ``top_k`` candidates a token."""
+    """Logprobs of consecutive tokens: ``values[i]``; for ``top_k`` > 0 of ``top_k`` candidates a token; and of the
+    ids that the request has named, in its order."""
 
     values: tuple[float, ...]
     top_k: int = 0
     top_values: tuple[float, ...] = ()  # len(values) * top_k, row after row
     top_ids: tuple[int, ...] = ()
+    named: tuple[float, ...] = ()  # len(values) * number of named ids, row after row
 
     def slice(self, start: int, stop: int) -> Logprobs:
-        k = self.top_k
+        k, m = self.top_k, self._named_width
         row, end = start * k, stop * k
-        return Logprobs(self.values[start:stop], k, self.top_values[row:end], self.top_ids[row:end])
+        named = self.named[start * m : stop * m]
+        return Logprobs(self.values[start:stop], k, self.top_values[row:end], self.top_ids[row:end], named)
 
     def top_row(self, i: int) -> tuple[list[float], list[int]]:
         """The candidates of token ``i``: values and ids, each of length ``top_k``."""
         k = self.top_k
         return list(self.top_values[i * k : (i + 1) * k]), list(self.top_ids[i * k : (i + 1) * k])
+
+    def named_row(self, i: int) -> list[float]:
+        """The named ids' logprobs at token ``i``."""
+        m = self._named_width
+        return list(self.named[i * m : (i + 1) * m])
+
+    @property
+    def _named_width(self) -> int:
+        return len(self.named) // len(self.values) if self.values else 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +82,21 @@ class Chunk:
     logprobs: Logprobs | None = None
     finished: str | None = None  # the sender will send nothing more, and why
     cached: tuple[int, ...] | None = None  # P only: prompt tokens it found cached (total, device, host, storage)
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """What a relay must know of a request to sample what MD would."""
+
+    prompt: Sequence[int]
+    sampling: Mapping[str, Any]
+    return_logprob: bool = False
+    top_logprobs: int = 0
+    named_ids: tuple[int, ...] = ()  # token ids of which the logprob is wanted at each position
+    logit_processor: str = ""  # serialised, as SGLang takes it
+    reasoning: bool = False  # grammars begin after the reasoning
+    extra_key: str = ""  # the two name whose cached prefixes it may share
+    cache_salt: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,12 +123,9 @@ class RelayOpen:
     code: ClassVar[int] = 3
     relay_room: int  # room of the LAN copy
     room: int  # room of the request, as MD knows it
-    prompt: tuple[int, ...]
-    sampling: Mapping[str, Any]
     main: str  # MD's PDD endpoint
     main_key: str  # and its CURVE public key
-    return_logprob: bool = False
-    top_logprobs: int = 0
+    request: Request
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,14 +134,13 @@ class RelayReply:
     relay_room: int
     accepted: bool
     reason: str = ""
-    load: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class Tokens:
     code: ClassVar[int] = 5
     chunks: tuple[Chunk, ...]
-    load: int = 0
+    load: int = 0  # percent of the sender's relays that are in use
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,7 +169,7 @@ class Ping:
 @dataclass(frozen=True, slots=True)
 class Pong:
     code: ClassVar[int] = 9
-    closed: tuple[int, ...] = ()  # rooms of the Ping that are over, or were never known
+    closed: tuple[int, ...] = ()  # rooms of the Ping that are over, want no more, or were never known
 
 
 Message = Hello | Welcome | RelayOpen | RelayReply | Tokens | Stop | Abort | Ping | Pong
@@ -165,7 +191,7 @@ def decode(data: bytes) -> Message:
     if len(data) > MAX_MESSAGE:
         raise ProtocolError(f"message of {len(data)} bytes, limit {MAX_MESSAGE}")
     try:
-        raw = msgpack.unpackb(data, raw=False, strict_map_key=True, max_array_len=MAX_ROOMS, max_map_len=256)
+        raw = msgpack.unpackb(data, raw=False, strict_map_key=True, max_array_len=MAX_ROOMS, max_map_len=MAX_ENTRIES)
     except Exception as error:  # msgpack raises many kinds
         raise ProtocolError(f"not msgpack: {type(error).__name__}: {error}") from None
     if not isinstance(raw, list) or len(raw) < 2 or type(raw[0]) is not int or type(raw[1]) is not int:
@@ -191,8 +217,14 @@ def _pack(message: Message) -> list[Any]:
         return [message.load, [_pack_chunk(c) for c in message.chunks]]
     values = [getattr(message, f.name) for f in fields(message)]
     if isinstance(message, RelayOpen):
-        values[2] = _int32(message.prompt)
+        values[-1] = _pack_request(message.request)
     return [dict(v) if isinstance(v, Mapping) else list(v) if isinstance(v, tuple) else v for v in values]
+
+
+def _pack_request(request: Request) -> list[Any]:
+    values = [getattr(request, f.name) for f in fields(request)]
+    values[0], values[1], values[4] = _int32(request.prompt), dict(request.sampling), _int32(request.named_ids)
+    return values
 
 
 def _pack_chunk(chunk: Chunk) -> list[Any]:
@@ -208,7 +240,8 @@ def _pack_chunk(chunk: Chunk) -> list[Any]:
 
 
 def _pack_logprobs(lp: Logprobs) -> list[Any]:
-    return [_float32(lp.values), lp.top_k, _float32(lp.top_values), _int32(lp.top_ids)]
+    packed = [_float32(lp.values), lp.top_k, _float32(lp.top_values), _int32(lp.top_ids)]
+    return [*packed, _float32(lp.named)] if lp.named else packed
 
 
 def _unpack_chunk(raw: Any) -> Chunk:
@@ -227,7 +260,7 @@ def _unpack_chunk(raw: Any) -> Chunk:
 
 
 def _unpack_logprobs(raw: Any, n: int) -> Logprobs:
-    if not isinstance(raw, list) or len(raw) != 4:
+    if not isinstance(raw, list) or len(raw) not in (4, 5):
         raise ProtocolError("bad logprobs")
     top_k = _int(raw[1], 0, MAX_TOP_LOGPROBS)
     lp = Logprobs(
@@ -235,8 +268,10 @@ def _unpack_logprobs(raw: Any, n: int) -> Logprobs:
         top_k,
         _floats(raw[2], MAX_STEP_TOKENS * MAX_TOP_LOGPROBS),
         _ids(raw[3], MAX_STEP_TOKENS * MAX_TOP_LOGPROBS),
+        _floats(raw[4], MAX_STEP_TOKENS * MAX_NAMED_IDS) if len(raw) == 5 else (),
     )
-    if len(lp.values) != n or len(lp.top_values) != n * top_k or len(lp.top_ids) != n * top_k:
+    named = len(lp.named) % n if n else len(lp.named)
+    if named or len(lp.values) != n or len(lp.top_values) != n * top_k or len(lp.top_ids) != n * top_k:
         raise ProtocolError(f"logprobs do not match {n} tokens")
     return lp
 
@@ -245,7 +280,7 @@ def _unpack_tokens(raw: list[Any]) -> Tokens:
     load, chunks = raw
     if not isinstance(chunks, list):
         raise ProtocolError("chunks is not a list")
-    return Tokens(tuple(_unpack_chunk(c) for c in chunks), _int(load, 0, 1 << 31))
+    return Tokens(tuple(_unpack_chunk(c) for c in chunks), _int(load, 0, 100))
 
 
 def _unpack_hello(raw: list[Any]) -> Hello:
@@ -264,24 +299,30 @@ def _unpack_hello(raw: list[Any]) -> Hello:
 
 
 def _unpack_open(raw: list[Any]) -> RelayOpen:
-    relay_room, room, prompt, sampling, main, main_key, return_logprob, top = raw
+    relay_room, room, main, main_key, request = raw
+    return RelayOpen(_room(relay_room), _room(room), _text(main), _text(main_key), _unpack_request(request))
+
+
+def _unpack_request(raw: Any) -> Request:
+    prompt, sampling, return_logprob, top, named, processor, reasoning, extra_key, cache_salt = raw
     if not isinstance(sampling, dict) or not all(isinstance(k, str) for k in sampling):
         raise ProtocolError("bad sampling parameters")
-    return RelayOpen(
-        _room(relay_room),
-        _room(room),
+    return Request(
         _ids(prompt, MAX_PROMPT),
         sampling,
-        _text(main),
-        _text(main_key),
         _bool(return_logprob),
         _int(top, 0, MAX_TOP_LOGPROBS),
+        _ids(named, MAX_NAMED_IDS),
+        _text(processor, MAX_PROCESSOR),
+        _bool(reasoning),
+        _text(extra_key),
+        _text(cache_salt),
     )
 
 
 def _unpack_reply(raw: list[Any]) -> RelayReply:
-    relay_room, accepted, reason, load = raw
-    return RelayReply(_room(relay_room), _bool(accepted), _text(reason), _int(load, 0, 1 << 31))
+    relay_room, accepted, reason = raw
+    return RelayReply(_room(relay_room), _bool(accepted), _text(reason))
 
 
 def _unpack_welcome(raw: list[Any]) -> Welcome:
@@ -325,7 +366,7 @@ _UNPACK: dict[int, Callable[[list[Any]], Message]] = {
 # --- fields -----------------------------------------------------------------------------------------------------
 
 
-def _int32(values: tuple[int, ...]) -> bytes:
+def _int32(values: Sequence[int]) -> bytes:
     return array("i", values).tobytes()
 
 
@@ -368,9 +409,9 @@ def _room(raw: Any) -> int:
     return _int(raw, 0, ROOM_LIMIT - 1)
 
 
-def _text(raw: Any) -> str:
-    if not isinstance(raw, str) or len(raw) > MAX_TEXT:
-        raise ProtocolError(f"bad or oversized text (limit {MAX_TEXT})")
+def _text(raw: Any, limit: int = MAX_TEXT) -> str:
+    if not isinstance(raw, str) or len(raw) > limit:
+        raise ProtocolError(f"bad or oversized text (limit {limit})")
     return raw
 
 

@@ -36,11 +36,20 @@ class Relay:
         capacity: relays at once.
         pool_tokens: size of the KV pool in tokens.
         trusted: whether a public key may be dialled (all may without keys).
+        draining: whether this server is to end and takes nothing new.
     """
 
-    def __init__(self, counters: Counters, capacity: int, pool_tokens: int, trusted: Callable[[str], bool]) -> None:
+    def __init__(
+        self,
+        counters: Counters,
+        capacity: int,
+        pool_tokens: int,
+        trusted: Callable[[str], bool],
+        draining: Callable[[], bool] = lambda: False,
+    ) -> None:
         self._counters = counters
-        self.capacity = capacity
+        self._capacity = capacity
+        self._draining = draining
         self._pool_tokens = pool_tokens
         self._trusted = trusted
         self._sessions: dict[int, _Session] = {}
@@ -49,6 +58,10 @@ class Relay:
 
     def __len__(self) -> int:
         return len(self._sessions)
+
+    @property
+    def capacity(self) -> int:
+        return 0 if self._draining() else self._capacity
 
     @property
     def load(self) -> int:
@@ -82,7 +95,8 @@ class Relay:
             by_main.setdefault(session.main, []).append(
                 Chunk(session.room, chunk.start, chunk.ids, chunk.logprobs, chunk.finished)
             )
-        return [Send(main, Tokens(tuple(chunks), self.load)) for main, chunks in by_main.items()]
+        percent = min(100, 100 * self.load // self._capacity)
+        return [Send(main, Tokens(tuple(chunks), percent)) for main, chunks in by_main.items()]
 
     def ended(self, relay_room: int) -> list[Action]:
         """The engine has let go of the request."""
@@ -111,31 +125,33 @@ class Relay:
         if ask.relay_room in self._sessions:
             self._counters.inc("messages.dropped", cause="stale")
             return []
-        tokens = len(ask.prompt) + RESERVED_OUTPUT
+        tokens = len(ask.request.prompt) + RESERVED_OUTPUT
         if reason := self._refusal(peer, ask, tokens):
             self._counters.inc("relay.refused", reason=reason.split(":")[0])
-            return [Send(peer, RelayReply(ask.relay_room, False, reason, self.load))]
+            return [Send(peer, RelayReply(ask.relay_room, False, reason))]
         self._sessions[ask.relay_room] = _Session(ask.room, peer, ask.main, tokens, now)
         self._used[ask.main] = now
         self._counters.inc("relay.opened")
         return [
             Dial(ask.main, ask.main_key),
-            StartDecode(ask.relay_room, bootstrap, ask.prompt, ask.sampling, ask.return_logprob, ask.top_logprobs),
-            Send(peer, RelayReply(ask.relay_room, True, "", self.load)),
+            StartDecode(ask.relay_room, bootstrap, ask.request),
+            Send(peer, RelayReply(ask.relay_room, True)),
         ]
 
     def _refusal(self, peer: str, ask: RelayOpen, tokens: int) -> str | None:
         mine = sum(s.prefill == peer for s in self._sessions.values())
         others = {s.prefill for s in self._sessions.values()} | {peer}
-        if len(self._sessions) >= self.capacity:
-            return f"full: {self.capacity} relays at once"
-        if len(others) > 1 and mine >= max(1, self.capacity * 3 // 4):
+        if self._draining():
+            return "drain: this relay is about to end"
+        if len(self._sessions) >= self._capacity:
+            return f"full: {self._capacity} relays at once"
+        if len(others) > 1 and mine >= max(1, self._capacity * 3 // 4):
             return "share: another prefill needs room too"
         if tokens + sum(s.tokens for s in self._sessions.values()) > self._pool_tokens:
             return f"memory: {tokens} tokens do not fit"
         if not self._trusted(ask.main_key):
             return f"key: {ask.main} is not in the allow-list"
-        if not ask.prompt:
+        if not ask.request.prompt:
             return "prompt: empty"
         return None
 

@@ -12,11 +12,13 @@ import pytest
 pytest.register_assert_rewrite("checks")
 
 import tasks  # noqa: E402
+import word_model  # noqa: E402
 from checks import Reference, Served, limit  # noqa: E402
 from client import generate  # noqa: E402
 from cluster import Cluster, Running  # noqa: E402
 from flip import install_flip_plugin  # noqa: E402
-from matrix import ANSWER_TOKENS, CLUSTERS, COLD_TOKENS, DEFAULT, WITH_FLIP, WITH_KEYS  # noqa: E402
+from force import install_force_plugin, install_seeds_plugin  # noqa: E402
+from matrix import ANSWER_TOKENS, CLUSTERS, COLD_TOKENS, DEFAULT, WITH_FLIP, WITH_FORCE, WITH_KEYS  # noqa: E402
 
 from sglang_pdd import keys  # noqa: E402
 
@@ -39,11 +41,14 @@ class Clusters:
         self._single = ExitStack()
         self._stack = ExitStack()
         self._reference: Reference | None = None
+        self._own: Reference | None = None
         self._name = ""
         self._running: Running | None = None
 
     def reference(self) -> Reference:
-        """The single server, started at its first use."""
+        """A single server with what the present cluster has in common with it, started at its first use."""
+        if self._own is not None:
+            return self._own
         if self._reference is None:
             self._reference = Reference(self._single.enter_context(Cluster(kind="single").launch(LOGS)))
         return self._reference
@@ -52,20 +57,27 @@ class Clusters:
         """The cluster of this name; the one before is stopped."""
         if self._running is None or name != self._name:
             self._stack.close()
-            self._running, self._name = None, name
+            self._running, self._name, self._own = None, name, None
             spec = CLUSTERS[name]
+            folder = self.folder / name
+            folder.mkdir()
             if name in WITH_FLIP:
-                spec = install_flip_plugin(spec, self.folder)
+                spec = install_flip_plugin(spec, folder)
             if name in WITH_KEYS:
-                spec = with_keys(spec, self.folder / "keys")
+                spec = with_keys(spec, folder / "keys")
+            if name in WITH_FORCE:
+                spec = replace(spec, model=word_model.make(folder / "model"))
+                spec = install_seeds_plugin(install_force_plugin(spec, folder), folder)
+                alone = replace(spec, kind="single", wan_rate_limit=None)
+                self._own = Reference(self._stack.enter_context(alone.launch(LOGS / name)))
             self._running = self._stack.enter_context(spec.launch(LOGS / name))
-            self._warm_up(self._running)
+            self._warm_up(self._running, small=name in WITH_FORCE)  # Triton's interpreter takes a second a token
         return self._running
 
     @staticmethod
-    def _warm_up(cluster: Running) -> None:
+    def _warm_up(cluster: Running, small: bool) -> None:
         """The first request through each role takes seconds: not one that a test should look at."""
-        task = tasks.cold(1, COLD_TOKENS, ANSWER_TOKENS)
+        task = tasks.cold(1, 60, 8) if small else tasks.cold(1, COLD_TOKENS, ANSWER_TOKENS)
         generate(cluster.url, task.prompt, limit(task), logprobs=False)
 
     def close(self) -> None:
@@ -77,7 +89,7 @@ class Clusters:
 @pytest.fixture(scope="session")
 def clusters(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Clusters]:
     """All clusters of this run."""
-    clusters = Clusters(tmp_path_factory.mktemp("flip"))
+    clusters = Clusters(tmp_path_factory.mktemp("clusters"))
     yield clusters
     clusters.close()
 

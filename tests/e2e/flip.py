@@ -1,15 +1,15 @@
-"""A plugin for SGLang, of the tests' own, that damages one page of KV which has just landed on MD.
+"""A plugin for SGLang that damages one page of KV which has just landed on MD.
 
-It is a distribution of one module in a temporary folder on ``PYTHONPATH``. While the order file exists, the next
-request that lands has the page that holds the token position written there turned upside down, on every layer.
+While the order file exists, the next request that lands has the page that holds the token position written there turned
+upside down, on every layer.
 """
 
 from __future__ import annotations
 
-import dataclasses
 from pathlib import Path
 
 from cluster import Cluster
+from plugin import install
 
 ORDER = "PDD_TEST_FLIP_ORDER"
 
@@ -42,14 +42,8 @@ def flip(queue, decode_req):
 
 
 def install_flip_plugin(spec: Cluster, folder: Path) -> Cluster:
-    """The same cluster, whose MD loads the plugin from ``folder`` and takes its orders there."""
-    info = folder / "pdd_test_flip-0.dist-info"
-    info.mkdir(exist_ok=True)
-    (folder / "pdd_test_flip.py").write_text(_MODULE)
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: pdd-test-flip\nVersion: 0\n")
-    (info / "entry_points.txt").write_text("[sglang.srt.plugins]\npdd_test_flip = pdd_test_flip:register\n")
-    env = {**spec.env.get("main", {}), "PYTHONPATH": str(folder), ORDER: str(folder / "order")}
-    return dataclasses.replace(spec, env={**spec.env, "main": env})
+    """The same cluster, whose MD takes its orders in ``folder``."""
+    return install(spec, folder, "pdd_test_flip", _MODULE, ["main"], {ORDER: str(folder / "order")})
 
 
 def order_flip(spec: Cluster, position: int) -> Path:

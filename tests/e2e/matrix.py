@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import replace
 from itertools import product
+from typing import Any
 
 from cluster import Cluster
 
@@ -14,7 +17,14 @@ COLD_TOKENS, ANSWER_TOKENS = 3000, 960
 
 USUAL = {
     "page1": Cluster(kind="pdd", page_size=1, overlap=True, router="rust", wan_rate_limit=RATE),
-    "page16": Cluster(kind="pdd", page_size=16, overlap=False, router="mini-lb", wan_rate_limit=RATE),
+    "page16": Cluster(
+        kind="pdd",
+        page_size=16,
+        overlap=False,
+        router="mini-lb",
+        wan_rate_limit=RATE,
+        flags={"main": ("--pdd-handoff", "one-shot")},
+    ),
     "tp2": Cluster(kind="pdd", page_size=16, overlap=True, router="rust", tp=2, wan_rate_limit=SLOW_RATE),
 }
 FAULTS = {
@@ -28,6 +38,37 @@ FAULTS = {
         },
     )
 }
+_FEATURES = (
+    *("--enable-custom-logit-processor", "--grammar-backend", "xgrammar", "--enable-cache-report"),
+    *("--reasoning-parser", "qwen3", "--tool-call-parser", "qwen25"),
+)
+
+
+def _seam(*main: str, seeds: bool = True, env: Mapping[str, str] | None = None, **more: Any) -> Cluster:
+    """A cluster for the `force` plugins. ``main``: more flags of MD's; ``seeds``: whether sampling seeds count."""
+    common = (*_FEATURES, "--enable-deterministic-inference") if seeds else _FEATURES
+    return Cluster(
+        kind="pdd",
+        router="mini-lb",  # the Rust router drops sampling parameters that it does not know
+        flags={
+            "prefill": ("--pdd-relay-policy", "always", *common),
+            "relay": common,
+            "main": ("--pdd-handoff", "catch-up", "--pdd-handoff-threshold", "4", *common, *main),
+            "single": common,
+        },
+        env={"main": env or {}},
+        **more,
+    )
+
+
+SEAM = {"seam": _seam()}
+FULL_SEAM = {"full-seam-sync": _seam(overlap=False, page_size=16)}
+# MD's kernels are others than P's and RLD's.
+NUMERICS = {"triton": _seam("--attention-backend", "triton", env={"TRITON_INTERPRET": "1"})}
+# MD has room for a few requests, and takes one back now and then.
+RETRACT = {"SGLANG_TEST_RETRACT": "1", "SGLANG_TEST_RETRACT_INTERVAL": "40"}
+TIGHT = {"tight": _seam("--max-total-tokens", "700", seeds=False, env=RETRACT)}
+WITH_FORCE = (*SEAM, *NUMERICS, *TIGHT, *FULL_SEAM)
 WITH_FLIP = ("faults",)
 WITH_KEYS = ("faults",)
 
@@ -37,11 +78,30 @@ def _product() -> dict[str, Cluster]:
     for page, overlap, router, tp in product((1, 16), (True, False), ("rust", "mini-lb"), (1, 2)):
         rate = RATE if tp == 1 else SLOW_RATE
         spec = Cluster(kind="pdd", page_size=page, overlap=overlap, router=router, tp=tp, wan_rate_limit=rate)
-        if spec not in USUAL.values():
+        if spec not in (replace(usual, flags={}) for usual in USUAL.values()):
             clusters[f"full-page{page}-{'overlap' if overlap else 'sync'}-{router}-tp{tp}"] = spec
     return clusters
 
 
-CLUSTERS = {**USUAL, **FAULTS, **_product()}
+# SGLang sends a block of 256 bytes a token and layer then, and Mooncake over TCP takes its time for each.
+_HETERO = replace(USUAL["tp2"], tp=1, wan_rate_limit=RATE)
+HETERO = {
+    "hetero": replace(_HETERO, tps={"main": 2}),
+    "full-hetero-p2": replace(_HETERO, tps={"prefill": 2}),
+    "full-hetero-rld2": replace(_HETERO, tps={"relay": 2}),
+    "full-hetero-p2-rld2": replace(_HETERO, tps={"prefill": 2, "relay": 2}),
+    "full-hetero-p2-md2": replace(_HETERO, tps={"prefill": 2, "main": 2}),
+    "full-hetero-rld2-md2": replace(_HETERO, tps={"relay": 2, "main": 2}),
+}
+PAGE64 = {"full-page64": replace(USUAL["page1"], page_size=64)}
+MANY = {
+    "many": Cluster(kind="pdd", prefills=2, relays=2, page_size=16, wan_rate_limit=RATE),
+    "full-mains": Cluster(kind="pdd", mains=2, page_size=16, wan_rate_limit=RATE),
+}
+CLUSTERS = {
+    **{**USUAL, **FAULTS, **SEAM, **NUMERICS, **TIGHT, **HETERO, **MANY},
+    **{**_product(), **PAGE64, **FULL_SEAM},
+}
 DEFAULT = tuple(USUAL)
-LAYOUTS = (*USUAL, *_product())  # for tests that meet the layout at every step
+# For tests that meet the layout at every step.
+LAYOUTS = (*USUAL, *_product(), *PAGE64)

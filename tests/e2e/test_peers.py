@@ -20,6 +20,8 @@ from matrix import ANSWER_TOKENS, COLD_TOKENS
 
 from sglang_pdd.protocol import MAX_MESSAGE, PROTOCOL, Chunk, Hello, Message, Stop, Tokens, Welcome, decode, encode
 
+FINGERPRINT = ("model", "tokenizer", "page_size", "kv_cache_dtype", "sampling")
+
 _seeds = itertools.count(7000)
 
 
@@ -107,7 +109,7 @@ def test_tokens_for_a_request_that_is_over(served: Served) -> None:
 def _hello(served: Served) -> Hello:
     """What a relay that fits would say."""
     with stranger(served.cluster.prefills[0]) as probe:
-        fingerprint = dict.fromkeys(("model", "tokenizer", "page_size", "kv_cache_dtype"), "?")
+        fingerprint = dict.fromkeys(FINGERPRINT, "?")
         right = dict(fingerprint)
         for name in fingerprint:
             probe.say(Hello("relay", "", ("nobody",), right, "", 0, 0))
@@ -118,7 +120,7 @@ def _hello(served: Served) -> Hello:
     return Hello("relay", "", ("nobody",), right, "", 0, 0)
 
 
-@pytest.mark.parametrize("name", ["model", "tokenizer", "page_size", "kv_cache_dtype"])
+@pytest.mark.parametrize("name", FINGERPRINT)
 def test_peer_that_does_not_fit(served: Served, name: str) -> None:
     hello = _hello(served)
     peers = served.counters("prefill")["peers{role=relay}"]

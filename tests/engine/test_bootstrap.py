@@ -11,8 +11,8 @@ from types import ModuleType, SimpleNamespace
 import pytest
 
 from sglang_pdd.config import FLAGS
-from sglang_pdd.patches import bootstrap
-from sglang_pdd.patches.bootstrap import Drain
+from sglang_pdd.patches import bootstrap, drain
+from sglang_pdd.patches.drain import Drain
 
 
 class ServerStatus(Enum):
@@ -25,7 +25,7 @@ def launcher(monkeypatch):
     module = ModuleType("sglang.srt.managers.tokenizer_manager")
     module.ServerStatus = ServerStatus
     monkeypatch.setitem(sys.modules, module.__name__, module)
-    monkeypatch.setattr(bootstrap, "_POLL", 0.005)
+    monkeypatch.setattr(drain, "_POLL", 0.005)
     for name in ("PDD_DRAIN_FILE", "PDD_DRAIN_SECONDS", "SGL_FORCE_SHUTDOWN", *(flag.variable for flag in FLAGS)):
         monkeypatch.setenv(name, "")
         monkeypatch.delenv(name)
@@ -42,7 +42,7 @@ async def exits(server) -> bool:
     async def original(_):
         reached.set()
 
-    task = asyncio.create_task(bootstrap.finish_copies(original, server))
+    task = asyncio.create_task(drain.finish_work(original, server))
     await asyncio.sleep(0.05)
     task.cancel()
     return reached.is_set()
@@ -50,9 +50,7 @@ async def exits(server) -> bool:
 
 def test_drain_is_shared_with_other_processes():
     Drain.create()
-    code = (
-        "from sglang_pdd.patches.bootstrap import Drain; d = Drain.open(); d.set(2); d.set(5, rank=7); d.set(0, rank=8)"
-    )
+    code = "from sglang_pdd.patches.drain import Drain; d = Drain.open(); d.set(2); d.set(5, rank=7); d.set(0, rank=8)"
     subprocess.run([sys.executable, "-c", code], check=True)
     assert Drain.open().get() == 5
     Drain.open().set(0, rank=7)

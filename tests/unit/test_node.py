@@ -15,7 +15,7 @@ from sglang_pdd.main import Main
 from sglang_pdd.metrics import Counters
 from sglang_pdd.node import Machine, Node
 from sglang_pdd.prefill import Job, Prefill
-from sglang_pdd.protocol import Chunk, Hello
+from sglang_pdd.protocol import Chunk, Hello, Request
 from sglang_pdd.relay import Relay
 from sglang_pdd.transport import Endpoint
 
@@ -126,11 +126,11 @@ def test_a_relay_from_open_to_stop(roles: Roles) -> None:
     main, prefill, relay = roles.md.machine, roles.p.machine, roles.rld.machine
     assert isinstance(main, Main) and isinstance(prefill, Prefill) and isinstance(relay, Relay)
     main.opened(77)
-    roles.p.node.do(prefill.bootstrapped(Job(77, ("session-md",), PROMPT, {}, 1000.0)))
+    roles.p.node.do(prefill.bootstrapped(Job(77, ("session-md",), Request(PROMPT, {}), 1000.0)))
     early, opened = roles.p.node.poll()
     assert early == AnswerEarly(77) and isinstance(opened, OpenRelay)
     (start,) = roles.rld.wait(bool, roles.all)
-    assert isinstance(start, StartDecode) and start.prompt == PROMPT and start.relay_room == opened.relay_room
+    assert isinstance(start, StartDecode) and start.request.prompt == PROMPT and start.relay_room == opened.relay_room
     assert start.bootstrap == "p:1"  # where RLD has found P, whatever P says
 
     roles.p.node.do(prefill.first_token(("session-md",), Chunk(77, 0, (500,), None, None, (3, 3, 0, 0))))
@@ -153,7 +153,7 @@ def test_a_lost_stop_is_repaired(roles: Roles) -> None:
     main, prefill, relay = roles.md.machine, roles.p.machine, roles.rld.machine
     assert isinstance(main, Main) and isinstance(prefill, Prefill) and isinstance(relay, Relay)
     main.opened(78)
-    roles.p.node.do(prefill.bootstrapped(Job(78, ("session-md",), PROMPT, {}, 1000.0)))
+    roles.p.node.do(prefill.bootstrapped(Job(78, ("session-md",), Request(PROMPT, {}), 1000.0)))
     (start,) = roles.rld.wait(bool, roles.all)
     assert isinstance(start, StartDecode)
     main.cut(78, 0, "aborted")  # and nobody sends what it asks for

@@ -219,6 +219,7 @@ def test_segments_by_hand() -> None:
         [(2, 8, 2), (3, 0, 1)],
     ]
     assert list(segments([], 4)) == [] and list(segments([0, 0], 4)) == []
+    assert [len(part) for part in segments([1] * 7, 100, most=3)] == [3, 3, 1]
 
 
 @pytest.mark.parametrize("lengths, limit", [([1], 0), ([-1], 4)])

@@ -8,10 +8,10 @@ from sglang_pdd.actions import AnswerEarly, DropRelay, OpenRelay, Send
 from sglang_pdd.config import PddConfig
 from sglang_pdd.metrics import Counters
 from sglang_pdd.prefill import PEER_TIMEOUT, Job, Prefill
-from sglang_pdd.protocol import Abort, Chunk, Hello, RelayOpen, RelayReply, Tokens, Welcome
+from sglang_pdd.protocol import Abort, Chunk, Hello, RelayOpen, RelayReply, Request, Tokens, Welcome
 
 SAME = {"model": "m", "page_size": "16"}
-JOB = Job(5, ("s1",), (1, 2, 3), {"temperature": 0.0}, landing_ms=2000.0)
+JOB = Job(5, ("s1",), Request((1, 2, 3), {"temperature": 0.0}), landing_ms=2000.0)
 
 
 def hello(role: str, session: str = "", fingerprint: dict[str, str] = SAME, capacity: int = 4, load: int = 0) -> Hello:
@@ -64,7 +64,9 @@ def test_when_no_relay_is_opened() -> None:
     assert with_relay().bootstrapped(dataclasses.replace(JOB, landing_ms=100.0)) == [AnswerEarly(5)]
     assert with_relay(relay_policy="never").bootstrapped(JOB) == [AnswerEarly(5)]
     assert with_relay().bootstrapped(dataclasses.replace(JOB, obstacle="grammar")) == [AnswerEarly(5)]
-    assert with_relay().bootstrapped(dataclasses.replace(JOB, sampling={"max_new_tokens": 1})) == [AnswerEarly(5)]
+    assert with_relay().bootstrapped(dataclasses.replace(JOB, request=Request((1,), {"max_new_tokens": 1}))) == [
+        AnswerEarly(5)
+    ]
     assert machine().bootstrapped(JOB) == [AnswerEarly(5)]  # nobody there
     stranger = with_relay()
     assert stranger.bootstrapped(dataclasses.replace(JOB, sessions=("unknown",))) == []
@@ -96,7 +98,7 @@ def relay_room_of(prefill: Prefill) -> int:
 
 def test_refusal_abort_and_silence_drop_the_copy() -> None:
     for end, why in (
-        (lambda p, r: p.receive("rld", RelayReply(r, False, "full: x", 4), 0.0), "refused"),
+        (lambda p, r: p.receive("rld", RelayReply(r, False, "full: x"), 0.0), "refused"),
         (lambda p, r: p.receive("rld", Abort(r, "ended"), 0.0), "ended"),
         (lambda p, r: p.tick(PEER_TIMEOUT + 1), "silence"),
     ):
@@ -112,7 +114,7 @@ def test_only_the_asked_relay_can_refuse() -> None:
     relay_room = relay_room_of(prefill)
     asked = next(r.node for r in prefill._relays.values())
     wrong = "other" if asked == "rld" else "rld"
-    assert prefill.receive(wrong, RelayReply(relay_room, False, "x", 0), 0.0) == []
+    assert prefill.receive(wrong, RelayReply(relay_room, False, "x"), 0.0) == []
     assert prefill.receive(wrong, Abort(relay_room, "x"), 0.0) == []
 
 

@@ -19,6 +19,7 @@ from sglang_pdd.protocol import (
     ProtocolError,
     RelayOpen,
     RelayReply,
+    Request,
     Stop,
     Tokens,
     VersionMismatch,
@@ -50,6 +51,7 @@ def chunks(draw):
             k,
             draw(tuples(logprob, exactly=n * k)),
             draw(tuples(token, exactly=n * k)),
+            draw(tuples(logprob, exactly=n * draw(st.integers(0, 2)))),
         )
     cached = st.none() | tuples(st.integers(0, 1 << 40), 4)
     return Chunk(draw(rooms), draw(small), ids, lp, draw(st.none() | text), draw(cached))
@@ -70,10 +72,26 @@ BY_KIND = {
     ),
     Welcome: st.builds(Welcome, st.booleans(), text),
     RelayOpen: st.builds(
-        RelayOpen, rooms, rooms, tuples(token), sampling, text, text, st.booleans(), st.integers(0, 256)
+        RelayOpen,
+        rooms,
+        rooms,
+        text,
+        text,
+        st.builds(
+            Request,
+            tuples(token),
+            sampling,
+            st.booleans(),
+            st.integers(0, 256),
+            tuples(token),
+            text,
+            st.booleans(),
+            text,
+            text,
+        ),
     ),
-    RelayReply: st.builds(RelayReply, rooms, st.booleans(), text, small),
-    Tokens: st.builds(Tokens, tuples(chunks(), 4), small),
+    RelayReply: st.builds(RelayReply, rooms, st.booleans(), text),
+    Tokens: st.builds(Tokens, tuples(chunks(), 4), st.integers(0, 100)),
     Stop: st.builds(Stop, rooms, small, text),
     Abort: st.builds(Abort, rooms, text),
     Ping: st.builds(Ping, tuples(rooms)),
@@ -82,12 +100,17 @@ BY_KIND = {
 messages = st.one_of(*BY_KIND.values())
 
 HELLO = Hello("relay", "", ("h:1",), {"model": "m"}, "", 4, 0)
-OPEN = RelayOpen(7, 8, (1, 2, 3), {"temperature": 0.5}, "tcp://h:1", "", True, 2)
+REQUEST = Request((1, 2, 3), {"temperature": 0.5}, True, 2, (4, 5), "processor", True, "key", "salt")
+OPEN = RelayOpen(7, 8, "tcp://h:1", "", REQUEST)
 TOKENS = Tokens((Chunk(1, 0, (5, 6), Logprobs((-1.0, -2.0), 1, (-1.0, -2.0), (5, 6)), "stop", (1, 2, 3, 4)),), 3)
 
 
 def raw(message: Message) -> list:
     return msgpack.unpackb(encode(message))
+
+
+def with_request(**fields) -> RelayOpen:
+    return replace(OPEN, request=replace(REQUEST, **fields))
 
 
 def refused(value, match: str = ".") -> None:
@@ -217,14 +240,17 @@ LONG = "x" * (p.MAX_TEXT + 1)
         *(replace(HELLO, **{name: value}) for name in ("capacity", "load") for value in (-1, (1 << 31) + 1)),
         *(replace(OPEN, **{name: LONG}) for name in ("main", "main_key")),
         *(replace(OPEN, **{name: value}) for name in ("room", "relay_room") for value in (-1, p.ROOM_LIMIT)),
-        replace(OPEN, prompt=(-1,)),
-        replace(OPEN, sampling={1: 2}),
-        replace(OPEN, top_logprobs=p.MAX_TOP_LOGPROBS + 1),
-        replace(OPEN, return_logprob=1),
+        with_request(prompt=(-1,)),
+        with_request(sampling={1: 2}),
+        with_request(top_logprobs=p.MAX_TOP_LOGPROBS + 1),
+        with_request(return_logprob=1),
+        with_request(named_ids=(1,) * (p.MAX_NAMED_IDS + 1)),
+        with_request(logit_processor="x" * (p.MAX_PROCESSOR + 1)),
+        with_request(cache_salt=LONG),
         Welcome(True, LONG),
         RelayReply(1, True, LONG),
         RelayReply(p.ROOM_LIMIT, True),
-        RelayReply(1, True, "", -1),
+        Tokens((), 101),
         Stop(1, -1, "x"),
         Stop(-1, 1, "x"),
         Stop(1, 1, LONG),
@@ -266,7 +292,7 @@ def test_limits(message: Message) -> None:
         Ping((p.ROOM_LIMIT - 1,) * p.MAX_ROOMS),
         Tokens((Chunk(1, 0, (1,) * p.MAX_STEP_TOKENS),)),
         Tokens((Chunk(1, 0, ()),) * p.MAX_ROOMS),
-        replace(OPEN, prompt=(1,) * p.MAX_PROMPT),
+        with_request(prompt=(1,) * p.MAX_PROMPT),
     ],
     ids=lambda message: f"{message!r:.60}",
 )
@@ -277,7 +303,7 @@ def test_what_is_just_within_a_limit(message: Message) -> None:
 
 def test_the_largest_prompt_and_the_largest_message() -> None:
     with pytest.raises(ProtocolError, match=f"limit {p.MAX_PROMPT}"):
-        decode(encode(replace(OPEN, prompt=(1,) * (p.MAX_PROMPT + 1))))
+        decode(encode(with_request(prompt=(1,) * (p.MAX_PROMPT + 1))))
     with pytest.raises(ProtocolError, match=f"limit {p.MAX_MESSAGE}"):
         decode(bytes(p.MAX_MESSAGE + 1))
 
@@ -285,8 +311,8 @@ def test_the_largest_prompt_and_the_largest_message() -> None:
 @pytest.mark.parametrize("blob", [b"abc", b"", "text", [1, 2], None])
 def test_ids_are_whole_int32(blob) -> None:
     values = raw(OPEN)
-    values[4] = blob
+    values[6][0] = blob
     if blob == b"":
-        assert decode(msgpack.packb(values)).prompt == ()
+        assert decode(msgpack.packb(values)).request.prompt == ()
     else:
         refused(values, "array")

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from sglang_pdd.actions import Dial, HangUp, Send, StartDecode, StopDecode
 from sglang_pdd.metrics import Counters
-from sglang_pdd.protocol import Abort, Chunk, Ping, Pong, RelayOpen, RelayReply, Stop, Tokens
+from sglang_pdd.protocol import Abort, Chunk, Ping, Pong, RelayOpen, RelayReply, Request, Stop, Tokens
 from sglang_pdd.relay import IDLE, SILENCE, Relay
 
 MAIN = "tcp://b:9310"
 
 
 def ask(relay_room: int = 1, room: int = 100, prompt: int = 10, key: str = "k", main: str = MAIN) -> RelayOpen:
-    return RelayOpen(relay_room, room, tuple(range(prompt)), {"max_new_tokens": 5}, main, key)
+    return RelayOpen(relay_room, room, main, key, Request(tuple(range(prompt)), {"max_new_tokens": 5}))
 
 
 def machine(capacity: int = 4, pool: int = 100_000) -> Relay:
@@ -26,8 +26,8 @@ def open_relay(relay: Relay, relay_room: int = 1, room: int = 100, peer: str = "
 def test_accepts_and_dials_main() -> None:
     actions = machine().receive("p", ask(), 0.0, prefill="a:8998")
     assert actions[0] == Dial(MAIN, "k")
-    assert actions[1] == StartDecode(1, "a:8998", tuple(range(10)), {"max_new_tokens": 5}, False, 0)
-    assert actions[2] == Send("p", RelayReply(1, True, "", 1))
+    assert actions[1] == StartDecode(1, "a:8998", Request(tuple(range(10)), {"max_new_tokens": 5}))
+    assert actions[2] == Send("p", RelayReply(1, True))
 
 
 def refusal(relay: Relay, message: RelayOpen, peer: str = "p") -> str:
@@ -82,8 +82,8 @@ def test_tokens_of_one_step_go_in_one_message_per_main() -> None:
     relay.receive("p", ask(3, 300, main="tcp://c:1"), 0.0, prefill="a:8998")
     actions = relay.produced([Chunk(1, 0, (5, 6)), Chunk(2, 3, (7,), None, "length"), Chunk(3, 0, (8,))])
     assert actions == [
-        Send(MAIN, Tokens((Chunk(100, 0, (5, 6)), Chunk(200, 3, (7,), None, "length")), 3)),
-        Send("tcp://c:1", Tokens((Chunk(300, 0, (8,)),), 3)),
+        Send(MAIN, Tokens((Chunk(100, 0, (5, 6)), Chunk(200, 3, (7,), None, "length")), 75)),
+        Send("tcp://c:1", Tokens((Chunk(300, 0, (8,)),), 75)),
     ]
 
 

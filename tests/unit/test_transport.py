@@ -10,7 +10,7 @@ import zmq
 from sglang_pdd import transport
 from sglang_pdd.keys import Keys, make
 from sglang_pdd.metrics import Counters
-from sglang_pdd.protocol import MAX_MESSAGE, Abort, Message, Ping, Pong, RelayOpen, Stop, Tokens, encode
+from sglang_pdd.protocol import MAX_MESSAGE, Abort, Message, Ping, Pong, RelayOpen, Request, Stop, Tokens, encode
 from sglang_pdd.transport import Endpoint, TransportError
 
 LOCAL = "tcp://127.0.0.1:0"
@@ -151,7 +151,7 @@ def test_a_full_queue_is_false_and_never_blocks(open_: Open) -> None:
 def test_what_cannot_be_encoded_or_is_too_large_is_not_sent(open_: Open) -> None:
     client = open_("md")
     client.dial("tcp://127.0.0.1:9", "")
-    relay = RelayOpen(1, 2, "h:1", (), {"bad": object()}, "", "")
+    relay = RelayOpen(1, 2, "", "", Request((), {"bad": object()}))
     assert not client.send("tcp://127.0.0.1:9", relay)
     assert dropped(client, "malformed") == 1
     assert not client.send("tcp://127.0.0.1:9", Abort(1, "x" * (MAX_MESSAGE + 1)))
