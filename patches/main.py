@@ -23,7 +23,8 @@ from sglang.srt.mem_cache.common import release_kv_cache
 from sglang_pdd.actions import Command, Emit, GiveUp
 from sglang_pdd.config import MAX_PASS, PddConfig
 from sglang_pdd.main import Main
-from sglang_pdd.patches import extend, ingress
+from sglang_pdd.patches import extend, ingress, pool
+from sglang_pdd.patches.landing import Landings, listen
 from sglang_pdd.patches.logprobs import append_output_logprob
 
 BUSY = 50  # percent of its relays, from which on a relay is handed over from in one shot
@@ -71,6 +72,11 @@ class MainSeam(ingress.Seam):
         self._leaving: list[Any] = []  # finished while a pass over them was in flight
         self._passed = False  # the last step was an extend pass
         self._sat_out = False  # and the running decodes were not in it
+        self.landings: Landings | None = None
+        if pool.by_stream(scheduler, config):
+            receiver, place = listen(self.kv_manager, config, self.rank, self.counters)
+            self.landings = Landings(receiver)
+            self._landings = ingress.all_ranks(place)
         self.machine = Main(self.counters, scheduler.model_config.vocab_size)
         if self.rank == 0:
             self.connect(self.machine, listen=True)
@@ -185,6 +191,8 @@ class MainSeam(ingress.Seam):
     def commit(self, original: Callable[..., None], queue: Any, transfer: Any) -> None:
         """The KV is here. SGLang's commit appends the first token; if MD has that already, it must not do so again."""
         req = transfer.req
+        if self.landings is not None:
+            self.landings.end(req.bootstrap_room)
         session = self._sessions.get(req.bootstrap_room)
         if session is not None and session.transfer is not transfer:
             session = None

@@ -25,14 +25,16 @@ from sglang.srt.disaggregation.utils import (
 from sglang.srt.managers.schedule_batch import FINISH_LENGTH
 from sglang.srt.runtime_context import get_parallel
 
-from sglang_pdd.actions import AnswerEarly, Command, DropRelay, OpenRelay
+from sglang_pdd.actions import AnswerEarly, Command, DropRelay, KnowLandings, OpenRelay
 from sglang_pdd.config import PddConfig
-from sglang_pdd.patches import ingress, mooncake
+from sglang_pdd.patches import ingress, mooncake, pool, streams
 from sglang_pdd.patches.drain import Drain
 from sglang_pdd.patches.logprobs import output_logprobs
 from sglang_pdd.patches.sampling import obstacle, request_of
 from sglang_pdd.prefill import Job, Prefill
 from sglang_pdd.protocol import Chunk
+from sglang_pdd.wan.sender import Sender
+from sglang_pdd.wan.tls import Identity
 
 LATE = 60.0  # seconds after which nothing more is expected for a relay that has ended
 
@@ -68,12 +70,26 @@ class PrefillSeam(ingress.Seam):
         self._drain = Drain.open()
         self.machine = Prefill(self.counters, config, self._fingerprint)
         self._lanes = mooncake.make_lanes(config, self._is_lan, self._sent)
+        self._streams = self._make_streams() if pool.by_stream(scheduler, config) else None
+        streams.streams = self._streams
         self._lan_sessions: set[str] = set()
         self._bytes_per_token = (
             self.kv_manager.kv_item_lens_sum / scheduler.token_to_kv_pool_allocator.page_size * get_parallel().tp_size
         )
         if self.rank == 0:
             self.connect(self.machine, listen=True)
+
+    def _make_streams(self) -> streams.Streams:
+        rate, keys = self.config.wan_rate_limit, self.config.keys
+        sender = Sender(
+            self.node_id,
+            pool.regions(self.kv_manager.kv_args),
+            self.counters,
+            identity=Identity(keys) if keys else None,
+            rate=rate / get_parallel().tp_size if rate else None,
+            landed=self._landed,
+        )
+        return streams.Streams(sender, self.kv_manager)
 
     @property
     def kv_manager(self) -> Any:
@@ -94,6 +110,8 @@ class PrefillSeam(ingress.Seam):
             self._answer_early(command.room)
         elif isinstance(command, OpenRelay):
             self._open(command)
+        elif isinstance(command, KnowLandings) and self._streams is not None:
+            self._streams.know(command.sessions, command.landings)
         elif isinstance(command, DropRelay) and (relay := self._relays.get(command.relay_room)):
             self._end(relay, "relay_dropped", why=command.why)
 
@@ -103,13 +121,15 @@ class PrefillSeam(ingress.Seam):
         """MD's metadata is here: what it holds is known, so is where to send the rest."""
         room = req.bootstrap_room
         self._requests[room] = req
-        if self.node is None:
-            return
         sessions = self._sessions_of(room)
         prompt_tokens = len(req.origin_input_ids)
         missing = prompt_tokens - req.disagg_decode_prefix_len
         of_one_rank = int(missing * self._bytes_per_token / get_parallel().tp_size)
-        landing_ms = self._lanes.link(sessions).landing_ms(of_one_rank)
+        landing_ms = self._streams.open(room, of_one_rank) if self._streams is not None else None
+        if self.node is None:
+            return
+        if landing_ms is None:
+            landing_ms = self._lanes.link(sessions).landing_ms(of_one_rank)
         self.timeline.event(
             "bootstrapped",
             room,
@@ -199,6 +219,8 @@ class PrefillSeam(ingress.Seam):
         if self._requests.pop(room, None) is None:
             return False
         self._lanes.forget(room)
+        if self._streams is not None:
+            self._streams.close(room)
         return True
 
     def _count_copies(self) -> None:
@@ -283,6 +305,10 @@ class PrefillSeam(ingress.Seam):
 
     def _is_lan(self, session: str) -> bool:
         return session in self._lan_sessions
+
+    def _landed(self, name: int, size: int, seconds: float) -> None:
+        room = self._streams.room(name) if self._streams is not None else None
+        self._sent(room or 0, size, seconds)
 
     def _sent(self, room: int, size: int, seconds: float) -> None:
         size *= get_parallel().tp_size  # each rank sends as much, rank 0 counts

@@ -94,14 +94,14 @@ class Hysteresis:
         return self._above
 
 
-def relay_wanted(policy: RelayPolicy, landing_ms: float, threshold_ms: float) -> bool:
-    """Is a relay worth opening for KV that lands after ``landing_ms``?
+def relay_wanted(policy: RelayPolicy, late: bool) -> bool:
+    """Is a relay worth opening? ``late``: the KV is predicted to land late.
 
     Raises:
         ValueError: an unknown policy.
     """
     if policy == "auto":
-        return landing_ms > threshold_ms
+        return late
     if policy not in ("always", "never"):
         raise ValueError(f"relay policy {policy!r}: expected auto, always or never")
     return policy == "always"

@@ -258,6 +258,8 @@ class Outgoing(threading.Thread):
                 raise FrameError("an acknowledgement of something that was not sent")
             with self._sender.change:
                 self.peer.acknowledged(frame, now, landed=answer.outcome == "landed")
+            if answer.outcome == "landed":
+                self._sender.landed(answer.room, answer.payload, now - frame.sent)
         elif isinstance(answer, Cancelled):
             with self._sender.change:
                 self.peer.cancelled(answer.room)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Literal
 from sglang_pdd.policy import LinkEstimate
 from sglang_pdd.wan.outgoing import Outgoing
 from sglang_pdd.wan.plan import Block, plan
-from sglang_pdd.wan.regions import Remote
+from sglang_pdd.wan.regions import Ints, Remote
 from sglang_pdd.wan.schedule import Frame, Link, Part, Room
 
 if TYPE_CHECKING:
@@ -81,12 +81,14 @@ class Peer:
     # --- requests -----------------------------------------------------------------------------------------------------
 
     def open(self, room: int, promised: int = 0) -> None:
-        """``promised`` bytes of this room will be submitted, so its place among the others is known."""
+        """``promised`` bytes of this room will be submitted, so its place among the others is known. A room that was
+        over begins anew."""
         with self._change:
+            self._over.pop(room, None)
             self._room(room, promised)
 
-    def submit(self, room: int, blocks: Iterable[Block], *, last: bool = False) -> Ticket:
-        """Send blocks of (source address, destination address, bytes), the next part of this room.
+    def submit(self, room: int, blocks: Iterable[Block] | Ints, *, last: bool = False) -> Ticket:
+        """Send blocks of (source address, destination address, bytes), the next part of this room; see `plan`.
 
         Returns at once, unless the peer has never been reached: then it waits for that, as long as a peer may be away.
 
@@ -163,15 +165,15 @@ class Peer:
         for stream in self._streams:
             stream.start()
 
-    def close(self) -> None:
-        """Close the streams and wait for their threads; what was on its way has failed."""
+    def close(self, *, wait: bool = True) -> None:
+        """Close the streams; what was on its way has failed. ``wait``: for their threads to end."""
         with self._change:
             self.closed = True
             self.fail("the peer was dropped")
             self._change.notify_all()
         for stream in self._streams:
             stream.abort()
-        for stream in self._streams:
+        for stream in self._streams if wait else ():
             if stream.is_alive() and stream is not threading.current_thread():
                 stream.join(1.0)  # one that is connecting ends by itself, later
 

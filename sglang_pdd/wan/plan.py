@@ -53,7 +53,7 @@ class _Moves:
 
 
 def plan(
-    blocks: Iterable[Block],
+    blocks: Iterable[Block] | Ints,
     source: Locate,
     destination: Locate,
     units: Sequence[int],
@@ -68,6 +68,7 @@ def plan(
     regions. Else frames follow the order of the blocks.
 
     Args:
+        blocks: also as an array of shape (blocks, 3), int64.
         source, destination: find regions and offsets.
         units: bytes of a page in each of the destination's regions.
         frame: bytes to aim at.
@@ -77,7 +78,7 @@ def plan(
         BoundsError: an address that is in no region.
     """
     try:
-        table = np.array(list(blocks), dtype=np.int64).reshape(-1, 3)
+        table = np.asarray(blocks if isinstance(blocks, np.ndarray) else list(blocks), dtype=np.int64).reshape(-1, 3)
     except OverflowError:
         raise BoundsError("an address or a length beyond all memory") from None
     near, far, lengths = table[table[:, 2] != 0].T

@@ -109,6 +109,10 @@ class Receiver:
         with self._change:
             return self._landings.landed(room)
 
+    def senders(self, room: int) -> int:
+        """How many senders have sent something for this open room."""
+        return len({session for session, _ in self.landed(room)})
+
     # --- life ---
 
     def listen(self, host: str, port: int = 0) -> tuple[str, int]:

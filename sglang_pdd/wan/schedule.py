@@ -58,6 +58,7 @@ class Frame:
     part: Part
     load: Load
     attempts: int = 0
+    sent: float = 0.0  # when, last
 
 
 @dataclass(eq=False, slots=True)
@@ -181,6 +182,7 @@ class Schedule:
             link.pace.waiting.pop(link, None)
         frame = room.frames.popleft()
         frame.attempts += 1
+        frame.sent = now
         size = frame.load.size
         if link.pace is not None:
             link.pace.take(size, now)

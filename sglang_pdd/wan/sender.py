@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import random
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from sglang_pdd.metrics import Counters, LogLimit
 from sglang_pdd.wan.peer import Peer
@@ -24,6 +24,8 @@ class Sender:
         node: this node's id.
         memory: what may be read.
         rate: bytes/s of payload to all peers together; None: no limit.
+        landed: called from a stream's thread with (room, bytes, seconds since they were sent) for every frame that the
+            peer has; must be quick.
     """
 
     def __init__(
@@ -35,12 +37,14 @@ class Sender:
         identity: Identity | None = None,
         tuning: Tuning | None = None,
         rate: float | None = None,
+        landed: Callable[[int, int, float], None] = lambda room, size, seconds: None,
     ) -> None:
         self.node = node
         self.memory = memory
         self.counters = counters
         self.identity = identity
         self.tuning = tuning or Tuning()
+        self.landed = landed
         self.pace = None
         if rate is not None:
             self.pace = Pace(rate)
@@ -66,16 +70,16 @@ class Sender:
                 return known
             fresh = self._peers[name] = Peer(self, name, address, token, bases)
         if known is not None:
-            known.close()
+            known.close(wait=False)
         fresh.start()
         return fresh
 
-    def drop(self, name: str) -> None:
-        """Forget a peer; what was on its way has failed."""
+    def drop(self, name: str, *, wait: bool = True) -> None:
+        """Forget a peer; what was on its way has failed. ``wait``: for its threads to end."""
         with self.change:
             known = self._peers.pop(name, None)
         if known is not None:
-            known.close()
+            known.close(wait=wait)
 
     def shutdown(self) -> None:
         """Close all peers. Idempotent."""
