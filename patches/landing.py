@@ -11,10 +11,11 @@ from typing import Any
 
 from sglang_pdd.config import PddConfig, is_wildcard
 from sglang_pdd.metrics import Counters
-from sglang_pdd.patches import ingress, pool
+from sglang_pdd.patches import ingress
 from sglang_pdd.protocol import Landing
 from sglang_pdd.wan.frames import room_id
 from sglang_pdd.wan.receiver import Receiver
+from sglang_pdd.wan.regions import Memory
 from sglang_pdd.wan.tls import Identity
 
 logger = logging.getLogger(__name__)
@@ -60,10 +61,10 @@ class Landings:
         self._receiver.shutdown()
 
 
-def listen(kv_manager: Any, config: PddConfig, rank: int, counters: Counters) -> tuple[Receiver, Landing]:
-    """Take streams for this rank's pool. Ends the process if that cannot be."""
+def listen(memory: Memory, config: PddConfig, rank: int, counters: Counters) -> tuple[Receiver, Landing]:
+    """Take streams for this rank's memory. Ends the process if that cannot be."""
     identity = Identity(config.keys) if config.keys else None
-    receiver = Receiver(pool.regions(kv_manager.kv_args), counters, identity=identity, insecure=config.insecure)
+    receiver = Receiver(memory, counters, identity=identity, insecure=config.insecure)
     host = "0.0.0.0" if config.host in ("", "*") else config.host.strip("[]")
     port = config.wan_port + rank if config.wan_port is not None else 0
     try:

@@ -74,7 +74,8 @@ class MainSeam(ingress.Seam):
         self._sat_out = False  # and the running decodes were not in it
         self.landings: Landings | None = None
         if pool.by_stream(scheduler, config):
-            receiver, place = listen(self.kv_manager, config, self.rank, self.counters)
+            memory = pool.memory(scheduler, self.kv_manager.kv_args)
+            receiver, place = listen(memory, config, self.rank, self.counters)
             self.landings = Landings(receiver)
             self._landings = ingress.all_ranks(place)
         self.machine = Main(self.counters, scheduler.model_config.vocab_size)

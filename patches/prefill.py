@@ -83,7 +83,7 @@ class PrefillSeam(ingress.Seam):
         rate, keys = self.config.wan_rate_limit, self.config.keys
         sender = Sender(
             self.node_id,
-            pool.regions(self.kv_manager.kv_args),
+            pool.memory(self.scheduler, self.kv_manager.kv_args),
             self.counters,
             identity=Identity(keys) if keys else None,
             rate=rate / get_parallel().tp_size if rate else None,

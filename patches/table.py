@@ -373,6 +373,9 @@ ENTRIES: tuple[Entry, ...] = (
         "what may be read or written", roles=("prefill", "main"),
     ),
     *_uses(MOONCAKE, "kv_args", "what may be read or written", roles=("prefill", "main")),
+    *_uses(SCHEDULER, "disagg_metadata_buffers", "is it memory of the device?", roles=("prefill", "main")),
+    *_uses("sglang.srt.disaggregation.utils.MetadataBuffers", "output_ids", "is it memory of the device?", roles=("prefill", "main")),
+    *_uses("sglang.srt.mem_cache.allocator.base.BaseTokenToKVPoolAllocator", "device", "where the pool is", roles=("prefill", "main")),
 
     # --- MD: KV streams: landing.py
     _hook(

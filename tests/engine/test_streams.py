@@ -11,15 +11,17 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from sglang.srt.disaggregation.base import KVPoll
 
 from sglang_pdd.metrics import Counters
 from sglang_pdd.patches import landing, mooncake, streams
+from sglang_pdd.patches.device import DeviceRegions
 from sglang_pdd.patches.landing import Landings
 from sglang_pdd.patches.streams import Streams
 from sglang_pdd.protocol import Landing
 from sglang_pdd.wan.receiver import Receiver
-from sglang_pdd.wan.regions import Region, Regions
+from sglang_pdd.wan.regions import BoundsError, Memory, Region, Regions
 from sglang_pdd.wan.sender import Sender
 
 LAYERS, PAGE, PAGES = 4, 4096, 64
@@ -27,10 +29,12 @@ ROOM = 77
 SLOW = 1e6  # bytes/s
 
 
-def memory(fill: int) -> tuple[list[bytearray], Regions]:
-    """One region a layer, and one with a metadata slot."""
+def memory(fill: int, staged: bool) -> tuple[list[bytearray], list[Region], Memory]:
+    """One region a layer, and one with a metadata slot. ``staged``: as if all but that were on a device."""
     buffers = [bytearray([fill + i]) * (PAGE * PAGES) for i in range(LAYERS)] + [bytearray([fill]) * 64]
-    return buffers, Regions(Region.of(b, PAGE if len(b) > 64 else 64) for b in buffers)
+    regions = [Region.of(b, PAGE if len(b) > 64 else 64) for b in buffers]
+    spans = [(region.address, region.size, region.unit) for region in regions]
+    return buffers, regions, DeviceRegions(spans, torch.device("cpu"), LAYERS) if staged else Regions(regions)
 
 
 @dataclass
@@ -39,17 +43,17 @@ class Rank:
 
     session: str
     buffers: list[bytearray]
-    regions: Regions
+    regions: list[Region]
     receiver: Receiver
     landings: Landings
     place: Landing
     counters: Counters
 
     @staticmethod
-    def start(session: str) -> Rank:
-        buffers, regions = memory(0)
+    def start(session: str, staged: bool = False) -> Rank:
+        buffers, regions, pool = memory(0, staged)
         counters = Counters()
-        receiver = Receiver(regions, counters)
+        receiver = Receiver(pool, counters)
         host, port = receiver.listen("127.0.0.1")
         place = Landing(host, port, receiver.token)
         return Rank(session, buffers, regions, receiver, Landings(receiver), place, counters)
@@ -59,8 +63,7 @@ class Rank:
 class Manager:
     """What the streams ask of Mooncake's manager on P, and how it calls them."""
 
-    buffers: list[bytearray]
-    regions: Regions
+    regions: list[Region]
     ranks: list[Rank]
     is_mla_backend: bool = False
     request_status: dict[int, int] = field(default_factory=dict)
@@ -83,7 +86,7 @@ class Manager:
             for rank in self.ranks
         }
         for rank in self.ranks:
-            bases = [region.address for region in rank.regions.regions]
+            bases = [region.address for region in rank.regions]
             self.decode_kv_args_table[rank.session] = SimpleNamespace(dst_kv_ptrs=bases[:-1], dst_aux_ptrs=bases[-1:])
             rank.landings.open(room, indices.tobytes(), 0)
 
@@ -111,7 +114,7 @@ class Manager:
 
     def _layers(self, session: str, chunk: Any, info: Any, executor: Any) -> int:
         def layer(i: int) -> int:
-            near = [self.regions.regions[i].address + page * PAGE for page in chunk.pages]
+            near = [self.regions[i].address + page * PAGE for page in chunk.pages]
             far = self.decode_kv_args_table[session].dst_kv_ptrs[i]
             places = [far + int(page) * PAGE for page in info.dst_kv_indices[chunk.where]]
             return mooncake.batch_transfer(refuse, None, session, near, places, [PAGE] * len(near))
@@ -120,7 +123,7 @@ class Manager:
 
     def _slot(self, info: Any, aux_index: int, aux_ptrs: list[int]) -> int:
         far = self.decode_kv_args_table[info.mooncake_session_id].dst_aux_ptrs[0]
-        near = self.regions.regions[-1].address
+        near = self.regions[-1].address
         return mooncake.batch_transfer(refuse, None, info.mooncake_session_id, [near], [far], [64])
 
     def update_status(self, room: int, status: int) -> None:
@@ -147,12 +150,12 @@ def wait_for(what: Any) -> None:
 class World:
     """One rank of P and some of MD."""
 
-    def __init__(self, ranks: int = 1, rate: float | None = None) -> None:
-        self.ranks = [Rank.start(f"md:{i}") for i in range(ranks)]
-        buffers, regions = memory(100)
-        self.manager = Manager(buffers, regions, self.ranks)
+    def __init__(self, ranks: int = 1, rate: float | None = None, staged: bool = False) -> None:
+        self.ranks = [Rank.start(f"md:{i}", staged) for i in range(ranks)]
+        self.buffers, regions, pool = memory(100, staged)
+        self.manager = Manager(regions, self.ranks)
         self.sent = 0
-        self.sender = Sender("p", regions, Counters(), rate=rate, landed=self._landed)
+        self.sender = Sender("p", pool, Counters(), rate=rate, landed=self._landed)
         self.streams = streams.streams = Streams(self.sender, self.manager)
         self.streams.know([r.session for r in self.ranks], [r.place for r in self.ranks])
 
@@ -183,7 +186,10 @@ def world(request: pytest.FixtureRequest) -> Iterator[World]:
     world.close()
 
 
-@pytest.mark.parametrize("world", [{}, {"ranks": 2}], indirect=True, ids=["one rank", "two ranks"])
+WORLDS = {"one rank": {}, "two ranks": {"ranks": 2}, "staged": {"staged": True}}
+
+
+@pytest.mark.parametrize("world", WORLDS.values(), indirect=True, ids=WORLDS)
 def test_chunks_land_where_the_engine_would_have_put_them(world: World) -> None:
     target = list(np.random.default_rng(1).permutation(PAGES)[:20])
     world.begin(target)
@@ -283,3 +289,48 @@ def test_pages_wait_for_whoever_may_still_write(world: World, monkeypatch: pytes
     wait_for(lambda: world.manager.request_status[ROOM] == KVPoll.Success)
     assert landing.release_safe(stock, None, ROOM, 1), "it came by stream"
     assert not landing.release_safe(stock, None, ROOM, 2), "another rank of P may use the engine"
+
+
+def test_staged_memory_is_the_same_as_memory() -> None:
+    generator = np.random.default_rng(7)
+    near, _, plain = memory(0, staged=False)
+    far, _, staged = memory(0, staged=True)
+    for buffer, twin in zip(near, far, strict=True):
+        buffer[:] = twin[:] = generator.bytes(len(buffer))
+    assert staged.shape == plain.shape
+    for grain in (1, 24, 256, PAGE):
+        regions = [0, 0, 0, 2, 2, 1, 3]
+        starts = generator.permutation(PAGE * PAGES // grain // 4)[: len(regions)] * 4 * grain
+        offsets = [int(start) for start in starts]
+        lengths = [int(n) * grain for n in generator.integers(1, 5, len(regions))]
+        where = (regions, offsets, lengths)
+        assert b"".join(staged.read(*where)) == b"".join(plain.read(*where))
+        news = generator.bytes(sum(lengths))
+        for pool in (plain, staged):
+            at = 0
+            for view in pool.write(*where):
+                view[:] = news[at : at + len(view)]
+                at += len(view)
+            pool.written(*where)
+        assert near == far
+    assert bytes(staged.read([LAYERS], [3], [7])[0]) == bytes(far[-1][3:10])
+
+
+@pytest.mark.parametrize(
+    "where",
+    [
+        ([0], [-1], [1]),
+        ([0], [PAGE * PAGES], [1]),
+        ([0], [PAGE * PAGES - 1], [2]),
+        ([0], [0], [0]),
+        ([-1], [0], [1]),
+        ([LAYERS + 1], [0], [1]),
+        ([0, LAYERS], [0, 0], [1, 1]),
+        ([0] * 20, [0] * 20, [PAGE * PAGES] * 20),
+    ],
+)
+def test_staged_memory_has_bounds(where: tuple[list[int], list[int], list[int]]) -> None:
+    _, _, staged = memory(0, staged=True)
+    for touch in (staged.read, staged.write):
+        with pytest.raises(BoundsError):
+            touch(*where)
