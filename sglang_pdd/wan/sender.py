@@ -48,7 +48,7 @@ class Sender:
         self.pace = None
         if rate is not None:
             self.pace = Pace(rate)
-            self.tuning = self.tuning.paced(rate)
+            self.tuning = self.tuning.paced(rate).fewer(rate)
         self.session = random.SystemRandom().getrandbits(64)
         self.limit = LogLimit(_log)
         self.schedule = Schedule()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import socket
 import ssl
 from dataclasses import dataclass, replace
@@ -11,6 +12,7 @@ from sglang_pdd.wan.stream import Stream, TlsStream
 from sglang_pdd.wan.tls import Identity
 
 HANDSHAKE_S = 5.0
+STREAM_RATE = 25e6 / 8  # bytes/s that are worth a stream of their own, also with a packet lost now and then
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +36,10 @@ class Tuning:
         # With less, a thread that is woken late would leave the link idle, and a link measured slow become slow.
         unsent = min(self.unsent, max(128 << 10, share // 2))
         return replace(self, frame=frame, unsent=unsent)
+
+    def fewer(self, rate: float) -> Tuning:
+        """On a link of ``rate`` bytes/s no more streams than keep it busy: what waits in each cannot be taken back."""
+        return replace(self, streams=min(self.streams, max(2, math.ceil(rate / STREAM_RATE))))
 
 
 def connect(address: tuple[str, int], tuning: Tuning, identity: Identity | None) -> Stream:
