@@ -423,6 +423,37 @@ def test_a_cancellation_before_anything_was_sent(make: Callable[..., Pair]) -> N
     assert pair.peer.submit(3, pair.pages([(1, 1)])).wait(1) == "failed"
 
 
+def test_a_room_that_is_opened_again_begins_anew(make: Callable[..., Pair]) -> None:
+    pair = make()
+    for life in range(3):
+        pair.scribble()
+        pair.receiver.open(1)
+        assert pair.receiver.senders(1) == 0
+        pair.peer.open(1)
+        if life == 1:
+            pair.peer.cancel(1)
+            continue
+        pages = shuffled(20, life)
+        tickets = [pair.peer.submit(1, pair.pages(pages[:10])), pair.peer.submit(1, pair.pages(pages[10:]), last=True)]
+        assert [ticket.wait(LONG) for ticket in tickets] == ["landed", "landed"]
+        assert pair.receiver.senders(1) == 1
+        assert pair.receiver.close(1)
+
+
+def test_a_sender_hears_of_each_frame(make: Callable[..., Pair]) -> None:
+    pair = make()
+    heard: list[tuple[int, int, float]] = []
+    pair.sender.landed = lambda *what: heard.append(what)
+    pair.receiver.open(1)
+    assert pair.peer.submit(1, pair.pages(shuffled(500)), last=True).wait(LONG) == "landed"
+    wait_for(lambda: sum(size for _, size, _ in heard) == 500 * LAYERS * PAGE)
+    assert {room for room, _, _ in heard} == {1} and all(0 < seconds < LONG for _, _, seconds in heard)
+
+
+def test_a_slow_link_has_fewer_streams() -> None:
+    assert [Tuning().fewer(mbit * 125_000).streams for mbit in (1, 30, 100, 200, 1000)] == [2, 2, 4, 8, 8]
+
+
 # --- what breaks --------------------------------------------------------------------------------------------------
 
 
