@@ -307,13 +307,15 @@ class PrefillSeam(ingress.Seam):
         return session in self._lan_sessions
 
     def _landed(self, name: int, size: int, seconds: float) -> None:
-        room = self._streams.room(name) if self._streams is not None else None
-        self._sent(room or 0, size, seconds)
+        assert self._streams is not None
+        self._sent(self._streams.room(name), size, seconds)
 
-    def _sent(self, room: int, size: int, seconds: float) -> None:
+    def _sent(self, room: int | None, size: int, seconds: float) -> None:
+        """``room``: None if it is over meanwhile."""
         size *= get_parallel().tp_size  # each rank sends as much, rank 0 counts
         self.counters.inc("wan.bytes", size)
-        self.timeline.event("wan_sent", room, bytes=size, seconds=round(seconds, 4))
+        if room is not None:
+            self.timeline.event("wan_sent", room, bytes=size, seconds=round(seconds, 4))
 
 
 @contextmanager
