@@ -189,7 +189,7 @@ def add_transfer_request(
     **more: Any,
 ) -> None:
     """Around ``MooncakeKVManager.add_transfer_request``: into the lane of the room, or of the destination."""
-    lane: streams.Lane | Lane | None = streams.streams and streams.streams.lane(bootstrap_room)
+    lane: streams.Lane | Lane | None = streams.lane_of(bootstrap_room)
     if lane is None and (sessions := tuple(manager.transfer_infos.get(bootstrap_room, ()))):
         lane = get_lanes().of(manager, sessions)
         lane.queued(bootstrap_room, len(kv_indices) * manager.kv_item_lens_sum)

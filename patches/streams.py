@@ -196,6 +196,11 @@ class _Inline(Executor):
         return future
 
 
+def lane_of(room: int) -> Lane | None:
+    """The lane of a room that goes by stream."""
+    return None if streams is None else streams.lane(room)
+
+
 def lane_here() -> Lane | None:
     """The lane whose worker this thread is."""
     return getattr(_this_thread, "lane", None)

@@ -144,12 +144,12 @@ class Prefill:
         return actions
 
     def _hello(self, node: str, hello: Hello, now: float) -> list[Action]:
+        actions: list[Action] = []
         if reason := self._refusal(hello):
-            actions = self._forget(node) if node in self.peers else []
+            actions += self._forget(node) if node in self.peers else []
             self.counters.inc("messages.dropped", cause="unwelcome")
             return [*actions, Send(node, Welcome(False, reason))]
         known = self.peers.get(node)
-        actions: list[Action] = []
         if known is not None and (known.hello.sessions, known.hello.landings) != (hello.sessions, hello.landings):
             actions += self._forget(node)
             known = None
