@@ -189,6 +189,9 @@ def add_transfer_request(
     **more: Any,
 ) -> None:
     """Around ``MooncakeKVManager.add_transfer_request``: into the lane of the room, or of the destination."""
+    if streams.over(bootstrap_room):  # given up while its prefill went on
+        manager.conclude_failure(bootstrap_room=bootstrap_room, failure_reason="the room is over")
+        return
     lane: streams.Lane | Lane | None = streams.lane_of(bootstrap_room)
     if lane is None and (sessions := tuple(manager.transfer_infos.get(bootstrap_room, ()))):
         lane = get_lanes().of(manager, sessions)

@@ -25,6 +25,8 @@ from sglang_pdd.wan.sender import Sender
 
 logger = logging.getLogger(__name__)
 
+REMEMBERED = 4096  # rooms that are over
+
 _this_thread = threading.local()
 
 
@@ -83,18 +85,14 @@ class Lane(FastQueue):
         bad = next((ticket for ticket in self._tickets if ticket.ending not in (None, "landed")), None)
         if bad is None:
             return 0
-        if bad.ending == "cancelled" and self._alive:
-            return -1  # cancelled, and yet alive: another request has taken the room's number
+        if lane_of(self.room) is not self and not over(self.room):
+            return -1  # another request has taken the room's number
         self._fail(bad.reason or str(bad.ending))
         return 0
 
-    @property
-    def _alive(self) -> bool:
-        return bool(self.manager.request_status.get(self.room, KVPoll.Failed) != KVPoll.Failed)
-
     def _fail(self, reason: str) -> None:
         self.cancel()
-        if self._alive:
+        if self.manager.request_status.get(self.room, KVPoll.Failed) != KVPoll.Failed:
             self.manager.conclude_failure(bootstrap_room=self.room, failure_reason=f"KV stream: {reason}")
 
     def _work(self) -> None:
@@ -115,6 +113,7 @@ class Streams:
         self._landings: dict[str, Landing] = {}  # by engine session
         self._lanes: dict[int, Lane] = {}
         self._rooms: dict[int, int] = {}  # a room's name at a peer -> the room
+        self._over: dict[int, None] = {}  # the last rooms that have ended
 
     def know(self, sessions: Sequence[str], landings: Sequence[Landing]) -> None:
         """KV for these sessions can go there; with no landings: they are gone."""
@@ -129,6 +128,7 @@ class Streams:
         Returns the milliseconds in which it would have landed if all of it were there; None: it goes by engine.
         """
         self.close(room)
+        self._over.pop(room, None)
         infos = [info for info in self.manager.transfer_infos.get(room, {}).values() if not info.is_dummy]
         if not infos or any(info.mooncake_session_id not in self._landings for info in infos):
             return None
@@ -152,6 +152,10 @@ class Streams:
         """The room that has this name at a peer."""
         return self._rooms.get(name)
 
+    def over(self, room: int) -> bool:
+        """Has this room ended? MD counts on it that nothing more comes, by engine either."""
+        return room in self._over
+
     def cancel(self, room: int) -> None:
         """From any thread."""
         if (lane := self._lanes.get(room)) is not None:
@@ -164,6 +168,9 @@ class Streams:
             return
         lane.cancel()
         lane.put(None)  # if the last chunk has not come
+        self._over[room] = None
+        if len(self._over) > REMEMBERED:
+            del self._over[next(iter(self._over))]
         for _, name in lane.peers.values():
             self._rooms.pop(name, None)
         self._drop_unused(lane.peers)
@@ -199,6 +206,11 @@ class _Inline(Executor):
 def lane_of(room: int) -> Lane | None:
     """The lane of a room that goes by stream."""
     return None if streams is None else streams.lane(room)
+
+
+def over(room: int) -> bool:
+    """Has this room gone by stream, and ended?"""
+    return streams is not None and streams.over(room)
 
 
 def lane_here() -> Lane | None:
