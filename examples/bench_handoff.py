@@ -16,10 +16,10 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
-from dataclasses import asdict
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, fields
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, TypeVar, cast, get_args
 
 sys.path.insert(0, str(Path(__file__).parent / "tiny"))
 
@@ -36,6 +36,7 @@ from streams import StreamError
 from sglang_pdd import __version__
 from sglang_pdd.config import FLAGS
 
+T = TypeVar("T")
 ROOT = Path(__file__).resolve().parent.parent
 QUICK: dict[str, Any] = {"repeat": 5, "links": ["idle", "saturated"], "gap_repeat": 1, "others": [1, 4]}
 COMPARED = ("one-shot", "catch-up")
@@ -91,6 +92,14 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     add("--prompt-tokens", type=int, default=384, help="of the relayed request (default: %(default)s)")
     add("--eager-tokens", type=int, default=150, help="to be relayed, about (default: %(default)s)")
     add("--own-tokens", type=int, default=150, help="main decode's afterwards (default: %(default)s)")
+    add(
+        "--step-ms",
+        type=float,
+        default=0,
+        metavar="MS",
+        help="let every forward pass of relay and main decode take at least so long, as that of a large model does; "
+        "the cores are free meanwhile (default: as fast as it goes)",
+    )
     add("--wan-rate", help="e.g. 10mbit; default: such that about --eager-tokens are relayed")
     add(
         "--margin-ms", type=float, default=100, help="before and after that count as the handoff (default: %(default)s)"
@@ -109,16 +118,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 
 def part_a(args: argparse.Namespace, say: handoff_wan.Say) -> dict[str, Any]:
     """Measure part A."""
-    setting = WanSetting(
-        rate_mbps=args.rate_mbps,
-        rtt_ms=args.rtt_ms,
-        queue_kb=args.queue_kb,
-        streams=args.streams,
-        repeat=args.repeat,
-        pause_ms=args.pause_ms,
-        links=args.links,
-        realtime=not args.no_realtime,
-    )
+    setting = _setting(WanSetting, args, realtime=not args.no_realtime)
     config = json.loads((args.model / "config.json").read_text())
     own = Geometry("tiny", config["num_hidden_layers"], kv_bytes_per_token(args.model), args.page_size)
     large = Geometry("large", args.kv_layers, args.kv_bytes_per_token, args.page_size)
@@ -131,22 +131,16 @@ def part_a(args: argparse.Namespace, say: handoff_wan.Say) -> dict[str, Any]:
 
 def part_b(args: argparse.Namespace, say: handoff_gap.Say) -> dict[str, Any]:
     """Measure part B."""
-    setting = GapSetting(
-        model=args.model,
-        modes=args.modes,
-        threshold=args.handoff_threshold,
-        others=args.others,
-        repeat=args.gap_repeat,
-        prompt_tokens=args.prompt_tokens,
-        eager_tokens=args.eager_tokens,
-        own_tokens=args.own_tokens,
-        wan_rate=args.wan_rate,
-        page_size=args.page_size,
-        router=args.router,
-    )
+    setting = _setting(GapSetting, args, threshold=args.handoff_threshold, repeat=args.gap_repeat)
     rows = handoff_gap.measure(setting, args.out / "logs", say)
     kept = {**asdict(setting), "model": args.model.name, "margin_ms": args.margin_ms}
     return {"setting": kept, "summary": handoff_gap.summarise(rows, args.margin_ms / 1000), "rows": rows}
+
+
+def _setting(kind: Callable[..., T], args: argparse.Namespace, **others: Any) -> T:
+    """A dataclass from the arguments of the same names, and what is called otherwise."""
+    names = [field.name for field in fields(cast(Any, kind)) if field.name not in others]
+    return kind(**{name: getattr(args, name) for name in names}, **others)
 
 
 def surroundings(argv: Sequence[str]) -> dict[str, Any]:

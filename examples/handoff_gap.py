@@ -15,6 +15,7 @@ import requests
 import tasks
 from cluster import Cluster, Running
 from demo import kv_bytes_per_token
+from plugin import install
 from samples import gaps, median_gap, worst_gap, worst_gap_outside
 from streams import Arrival, Stream, StreamError, session
 
@@ -32,6 +33,24 @@ RATE_FLAG = "--pdd-wan-rate-limit"
 FIRST_RATE = "10mbit"
 TUNE_ATTEMPTS = 4
 TUNE_TOLERANCE = 1.7
+MOST_CHANGE = 4.0  # of the rate at once: one look can deceive
+
+_STEP = """
+import time
+
+
+def register():
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    HookRegistry.register("sglang.srt.model_executor.model_runner.ModelRunner.forward", forward, HookType.AROUND)
+
+
+def forward(original, *args, **kwargs):
+    end = time.monotonic() + {seconds}
+    result = original(*args, **kwargs)
+    time.sleep(max(0.0, end - time.monotonic()))
+    return result
+"""
 
 Say = Callable[[str], None]
 Event = Mapping[str, Any]
@@ -49,6 +68,8 @@ class GapSetting:
     prompt_tokens: int
     eager_tokens: int
     own_tokens: int
+    step_ms: float
+    """Every forward pass of relay and main decode takes at least so long; the real pass is part of it."""
     wan_rate: str | None
     """None: for each number of others one at which about ``eager_tokens`` are relayed."""
     page_size: int
@@ -59,7 +80,15 @@ class GapSetting:
         """Of the request that is looked at; long enough not to end before its KV has landed."""
         return 2 * self.eager_tokens + self.own_tokens
 
-    def cluster(self, mode: str, rate: str | None) -> Cluster:
+    @property
+    def first_rate(self) -> str:
+        """A WAN limit to begin with."""
+        if not self.step_ms:
+            return FIRST_RATE
+        bits = kv_bytes_per_token(self.model) * self.prompt_tokens * 8
+        return f"{round(bits / (self.eager_tokens * self.step_ms))}kbit"
+
+    def cluster(self, mode: str, rate: str | None, folder: Path) -> Cluster:
         """Three roles and a router; main decode has room for all."""
         most = max(self.others)
         pool = self.prompt_tokens + self.answer_tokens + (most + 4) * CROWD_POOL_TOKENS
@@ -69,7 +98,7 @@ class GapSetting:
             main += ["--pdd-handoff", mode]
             main += ["--pdd-handoff-threshold", str(self.threshold)] if self.threshold else []
         prefill = ["--pdd-relay-policy", "never"] if mode == NONE else ["--pdd-relay-threshold-ms", "50"]
-        return Cluster(
+        spec = Cluster(
             kind="pdd",
             model=self.model,
             router="mini-lb" if self.router == "mini-lb" else "rust",
@@ -77,6 +106,9 @@ class GapSetting:
             wan_rate_limit=rate,
             flags={"main": main, "prefill": prefill},
         )
+        if not self.step_ms:
+            return spec
+        return install(spec, folder, "pdd_bench_step", _STEP.format(seconds=self.step_ms / 1000), ["relay", "main"])
 
 
 # --- measuring --------------------------------------------------------------------------------------------------
@@ -89,8 +121,8 @@ def measure(setting: GapSetting, logs: Path, say: Say) -> list[dict[str, Any]]:
     for mode in (NONE, *setting.modes):
         say(f"{mode}: starting a cluster")
         # Without a handoff the crossing is not looked at: it may be as fast as it goes.
-        rate = None if mode == NONE else rates.get(setting.others[0], FIRST_RATE)
-        with setting.cluster(mode, rate).launch(logs / mode, say) as running:
+        rate = None if mode == NONE else rates.get(setting.others[0], setting.first_rate)
+        with setting.cluster(mode, rate, logs / mode).launch(logs / mode, say) as running:
             warm_up(running, setting)
             for others in setting.others:
                 if mode != NONE:
@@ -125,11 +157,12 @@ def _prepare(running: Running, setting: GapSetting, others: int, rate: str | Non
     rate = _rate(running)
     for attempt in range(TUNE_ATTEMPTS):
         row = repetition(running, setting, others, seed=-1 - attempt)
-        wanted = better_rate(row["events"], bits, parse_rate(rate) * 8, setting.eager_tokens)
-        say(f"{others} others, WAN {rate}: {_in_short(row)}; {wanted / 1e6:.2f} Mbit/s would do")
-        if 1 / TUNE_TOLERANCE < wanted / (parse_rate(rate) * 8) < TUNE_TOLERANCE:
+        say(f"{others} others, WAN {rate}: {_in_short(row)}")
+        handoff = find_handoff(row["events"])
+        if handoff and 1 / TUNE_TOLERANCE < handoff.relayed / setting.eager_tokens < TUNE_TOLERANCE:
             break
-        rate = f"{round(wanted / 1000)}kbit"
+        better = better_rate(row["events"], bits, parse_rate(rate) * 8, setting.eager_tokens)
+        rate = f"{round(better / 1000)}kbit"
         _set_rate(running, setting, rate, say)
     return rate
 
@@ -282,12 +315,14 @@ def better_rate(events: Sequence[Event], bits: float, rate: float, tokens: int) 
     """
     relayed = [e for e in events if e["event"] == "emit" and e["source"] == "RLD"]
     if len(relayed) < 2:
-        return rate / 4  # hardly anything was relayed
+        return rate / MOST_CHANGE
     first, last = float(relayed[0]["t"]), float(relayed[-1]["t"])
     pace = (last - first) / sum(int(e["n"]) for e in relayed[1:])
     landed = next((float(e["t"]) for e in events if e["event"] == "landed"), None)
-    departed = float(events[0]["t"]) if landed is None else landed - bits / rate
-    return bits / max(first + tokens * pace - departed, 1e-3)
+    crossing = bits / rate
+    # If the answer was complete before: it left when the relay began, more or less.
+    aim = tokens * pace if landed is None else crossing + first + tokens * pace - landed
+    return bits / min(max(aim, crossing / MOST_CHANGE), crossing * MOST_CHANGE)
 
 
 def find_handoff(events: Sequence[Event]) -> Handoff | None:

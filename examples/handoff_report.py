@@ -163,7 +163,7 @@ def _text_b(part: Data) -> list[str]:
         "request's own gaps before the landing / after the handoff. *Worst/median*: against the median after. The "
         "others: the longest gap of any of them in the same window. *On MD*: between the tokens that its scheduler "
         "emitted, by its own timeline. Medians over "
-        f"{setting['repeat']} repetitions, in brackets the range.",
+        f"{setting['repeat']} repetitions, in brackets the range.{_pace(setting)}",
         "",
         *markdown(
             [
@@ -177,6 +177,16 @@ def _text_b(part: Data) -> list[str]:
         _hooks(part["rows"]),
         _failures(lines),
     ]
+
+
+def _pace(setting: Row) -> str:
+    """What was done to the forward passes."""
+    if not setting.get("step_ms"):
+        return ""
+    return (
+        " Every forward pass of relay and main decode is a real one, stretched to at least "
+        f"{setting['step_ms']:g} ms, as one of a large model takes; the cores are free for the rest of that time."
+    )
 
 
 def _hooks(rows: Sequence[Row]) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from sglang_pdd.protocol import Logprobs
+from sglang_pdd.protocol import UNKNOWN, Logprobs
 
 
 def output_logprobs(req: Any, start: int, stop: int) -> Logprobs | None:
@@ -18,8 +18,13 @@ def output_logprobs(req: Any, start: int, stop: int) -> Logprobs | None:
         k,
         tuple(v for i in rows for v in source.output_top_logprobs_val[i][:k]) if k else (),
         tuple(t for i in rows for t in source.output_top_logprobs_idx[i][:k]) if k else (),
-        tuple(v for i in rows for v in source.output_token_ids_logprobs_val[i]) if source.token_ids_logprob else (),
+        tuple(v for i in rows for v in _named(source, i)) if source.token_ids_logprob else (),
     )
+
+
+def _named(source: Any, i: int) -> list[float]:
+    """On a decode server P's token has none: SGLang does not send them with the KV."""
+    return source.output_token_ids_logprobs_val[i] or [UNKNOWN] * len(source.token_ids_logprob)
 
 
 def append_output_logprob(req: Any, token: int, logprobs: Logprobs | None, i: int) -> None:

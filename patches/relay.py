@@ -128,6 +128,7 @@ class RelaySeam(ingress.Seam):
         if relay_room is None:
             return False
         self._count()
+        self.timeline.event("relay_end", relay_room)
         self.do(self.machine.ended(relay_room))
         return True
 

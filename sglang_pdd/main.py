@@ -101,10 +101,15 @@ class Main:
                 return []
             return self._mute(chunk.room, session, peer, "mismatch")
         session.proven |= not prefill and chunk.start == 0 and bool(chunk.ids)
-        if chunk.start > len(session.accepted) or not (prefill or session.proven):
+        ready = prefill or (session.proven and not _waits_for_prefill(session, chunk))
+        if chunk.start > len(session.accepted) or not ready:
             return self._hold(session, chunk)
         actions = self._accept(session, chunk, load)
-        while session.proven and (held := session.held.pop(len(session.accepted), None)) is not None:
+        while session.proven and session.held and (start := min(session.held)) <= len(session.accepted):
+            held = session.held.pop(start)
+            if self._contradicts(session, held):
+                self._counters.inc("tokens.mismatch")
+                return actions + self._mute(chunk.room, session, session.relay or peer, "mismatch")
             actions += self._accept(session, held, session.load)
         return actions
 
@@ -158,3 +163,9 @@ class Main:
         self._closed[room] = kept
         while len(self._closed) > MAX_REMEMBERED:
             self._closed.popitem(last=False)
+
+
+def _waits_for_prefill(session: _Session, chunk: Chunk) -> bool:
+    """A relay overtook P, and does not know the logprobs of P's token that the request has asked for."""
+    logprobs = chunk.logprobs
+    return not session.accepted and logprobs is not None and bool(logprobs.named) and not logprobs.named_row(0)

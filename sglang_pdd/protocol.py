@@ -7,6 +7,7 @@ fit raises `ProtocolError`, whose text is fit for one log line.
 
 from __future__ import annotations
 
+import math
 from array import array
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
@@ -26,6 +27,7 @@ MAX_TOP_LOGPROBS = 256
 MAX_NAMED_IDS = 1024  # token ids of which a request wants the logprob at each position
 MAX_TOKEN = 64  # bytes that admit to a receiver
 MAX_PROCESSOR = 1 << 20  # characters of a serialised custom logit processor
+UNKNOWN = math.nan
 ROOM_LIMIT = 1 << 63  # SGLang's bootstrap rooms are positive int64
 
 
@@ -50,7 +52,7 @@ class Logprobs:
     top_k: int = 0
     top_values: tuple[float, ...] = ()  # len(values) * top_k, row after row
     top_ids: tuple[int, ...] = ()
-    named: tuple[float, ...] = ()  # len(values) * number of named ids, row after row
+    named: tuple[float, ...] = ()  # len(values) * number of named ids, row after row; `UNKNOWN` for a row without
 
     def slice(self, start: int, stop: int) -> Logprobs:
         k, m = self.top_k, self._named_width
@@ -64,9 +66,10 @@ class Logprobs:
         return list(self.top_values[i * k : (i + 1) * k]), list(self.top_ids[i * k : (i + 1) * k])
 
     def named_row(self, i: int) -> list[float]:
-        """The named ids' logprobs at token ``i``."""
+        """The named ids' logprobs at token ``i``; empty if the sender does not know them (`UNKNOWN`)."""
         m = self._named_width
-        return list(self.named[i * m : (i + 1) * m])
+        row = self.named[i * m : (i + 1) * m]
+        return [] if any(map(math.isnan, row)) else list(row)
 
     @property
     def _named_width(self) -> int:

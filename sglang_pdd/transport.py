@@ -7,7 +7,6 @@ import re
 import socket as os_socket
 import threading
 from collections.abc import Callable
-from typing import cast
 
 import zmq
 from zmq.utils import z85
@@ -24,7 +23,7 @@ SILENCE_MS = 6000  # without an answer for so long a connection is given up, and
 
 _ENDPOINT = re.compile(r"tcp://(\[[0-9a-fA-F:.%]+\]|[A-Za-z0-9._-]+|\*):(\d{1,5}|\*)")
 _NODE = re.compile(rb"[!-~]{1,64}")
-_EVENTS, _POLLIN, _NOBLOCK = int(zmq.EVENTS), int(zmq.POLLIN), int(zmq.NOBLOCK)  # enums are slow, this runs every step
+_POLLIN, _NOBLOCK = int(zmq.POLLIN), int(zmq.NOBLOCK)  # enums are slow, and this runs every step
 _log = logging.getLogger(__name__)
 
 Socket = zmq.Socket[bytes]
@@ -53,6 +52,7 @@ class Endpoint:
         self._router: Socket | None = None
         self._dealers: dict[str, tuple[Socket, str]] = {}  # endpoint -> (socket, the server's public key)
         self._sources: list[tuple[Socket, str | None]] = []  # all sockets, and the peer of a DEALER
+        self._interest: list[tuple[Socket, int]] = []  # the same, for a poll
         self._turn = 0
         self._zap = None if keys is None else self._guard(keys.peers)
 
@@ -169,9 +169,11 @@ class Endpoint:
 
     def receive(self, limit: int = 256) -> list[tuple[str, Message]]:
         """What has arrived, as (peer, message), one from each connection in turn. Looks at ``limit`` at most."""
-        ready = [source for source in self._sources if cast(int, source[0].getsockopt(_EVENTS)) & _POLLIN]
-        if not ready:
+        found = zmq.zmq_poll(self._interest, 0)
+        if not found:
             return []
+        have = {id(socket) for socket, _ in found}
+        ready = [source for source in self._sources if id(source[0]) in have]
         self._turn += 1
         start = self._turn % len(ready)
         ready = ready[start:] + ready[:start]
@@ -251,11 +253,13 @@ class Endpoint:
 
     def _add(self, socket: Socket, peer: str | None) -> None:
         self._sources.append((socket, peer))
+        self._interest.append((socket, _POLLIN))
         if self.on_socket is not None:
             self.on_socket(socket)
 
     def _remove(self, socket: Socket) -> None:
         self._sources = [source for source in self._sources if source[0] is not socket]
+        self._interest = [(s, _POLLIN) for s, _ in self._sources]
         if self.on_socket_closed is not None:
             self.on_socket_closed(socket)
         socket.close(LINGER_MS)

@@ -18,7 +18,16 @@ from client import generate  # noqa: E402
 from cluster import Cluster, Running  # noqa: E402
 from flip import install_flip_plugin  # noqa: E402
 from force import install_force_plugin, install_seeds_plugin  # noqa: E402
-from matrix import ANSWER_TOKENS, CLUSTERS, COLD_TOKENS, DEFAULT, WITH_FLIP, WITH_FORCE, WITH_KEYS  # noqa: E402
+from matrix import (  # noqa: E402
+    ANSWER_TOKENS,
+    CLUSTERS,
+    COLD_TOKENS,
+    DEFAULT,
+    WITH_FEATURES,
+    WITH_FLIP,
+    WITH_FORCE,
+    WITH_KEYS,
+)
 
 from sglang_pdd import keys  # noqa: E402
 
@@ -66,8 +75,9 @@ class Clusters:
             if name in WITH_KEYS:
                 spec = with_keys(spec, folder / "keys")
             if name in WITH_FORCE:
-                spec = replace(spec, model=word_model.make(folder / "model"))
-                spec = install_seeds_plugin(install_force_plugin(spec, folder), folder)
+                spec = install_force_plugin(spec, folder)
+            if name in WITH_FEATURES:
+                spec = install_seeds_plugin(replace(spec, model=word_model.make(folder / "model")), folder)
                 alone = replace(spec, kind="single", wan_rate_limit=None)
                 self._own = Reference(self._stack.enter_context(alone.launch(LOGS / name)))
             self._running = self._stack.enter_context(spec.launch(LOGS / name))

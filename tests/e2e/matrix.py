@@ -45,9 +45,9 @@ _FEATURES = (
 )
 
 
-def _seam(*main: str, seeds: bool = True, env: Mapping[str, str] | None = None, **more: Any) -> Cluster:
-    """A cluster for the `force` plugins. ``main``: more flags of MD's; ``seeds``: whether sampling seeds count."""
-    common = (*_FEATURES, "--enable-deterministic-inference") if seeds else _FEATURES
+def _seam(*main: str, features: bool = False, env: Mapping[str, str] | None = None, **more: Any) -> Cluster:
+    """A cluster for the `force` plugins. ``main``: more flags of MD's; ``features``: sampling seeds too."""
+    common = (*_FEATURES, "--enable-deterministic-inference") if features else ()
     return Cluster(
         kind="pdd",
         router="mini-lb",  # the Rust router drops sampling parameters that it does not know
@@ -62,14 +62,15 @@ def _seam(*main: str, seeds: bool = True, env: Mapping[str, str] | None = None, 
     )
 
 
-SEAM = {"seam": _seam()}
-FULL_SEAM = {"full-seam-sync": _seam(overlap=False, page_size=16)}
+SEAM = {"seam": _seam(features=True)}
+FULL_SEAM = {"full-seam-sync": _seam(features=True, overlap=False, page_size=16)}
 # MD's kernels are others than P's and RLD's.
 NUMERICS = {"triton": _seam("--attention-backend", "triton", env={"TRITON_INTERPRET": "1"})}
 # MD has room for a few requests, and takes one back now and then.
 RETRACT = {"SGLANG_TEST_RETRACT": "1", "SGLANG_TEST_RETRACT_INTERVAL": "40"}
-TIGHT = {"tight": _seam("--max-total-tokens", "700", seeds=False, env=RETRACT)}
-WITH_FORCE = (*SEAM, *NUMERICS, *TIGHT, *FULL_SEAM)
+TIGHT = {"tight": _seam("--max-total-tokens", "700", "--enable-priority-scheduling", env=RETRACT)}
+WITH_FEATURES = (*SEAM, *FULL_SEAM)
+WITH_FORCE = (*WITH_FEATURES, *NUMERICS, *TIGHT)
 WITH_FLIP = ("faults",)
 WITH_KEYS = ("faults",)
 

@@ -63,7 +63,7 @@ def test_a_relay_drains(served: Served) -> None:
             job.result()
     wait(lambda: not leaving.alive or None, 90, "the relay to end")
     for event in served.events("relay", "relay_start", prompt_tokens=COLD_TOKENS):
-        assert served.events("relay", "relay_stop", room=event["room"]), "a relay was cut off"
+        assert served.events("relay", "relay_end", room=event["room"]), "a relay was cut off"
 
 
 def test_the_others_go_on_without_it(served: Served) -> None:

@@ -81,6 +81,22 @@ def _rows(logprobs: Any) -> list[Any]:
     return [[t["logprob"], t["token"]] for t in logprobs["content"]]
 
 
+def test_completion(served: Served) -> None:
+    body = {"model": "default", "prompt": _cold().prompt, "temperature": 0, "max_tokens": 12, "logprobs": 2}
+    expected = _post(served.reference.single.url, body, "/v1/completions")
+    rids = [forced_rid(place) for place in (1, 4, 11)]
+    with ThreadPoolExecutor(len(rids)) as pool:
+        found = list(pool.map(lambda rid: through_both(served, "/v1/completions", {**body, "rid": rid}), rids))
+    right = expected["choices"][0]
+    for rid, answer in zip(rids, found, strict=True):
+        mine = answer["choices"][0]
+        assert (mine["text"], mine["finish_reason"]) == (right["text"], right["finish_reason"]), rid
+        assert mine["logprobs"]["tokens"] == right["logprobs"]["tokens"], rid
+        same_rows(rid, mine["logprobs"]["token_logprobs"], right["logprobs"]["token_logprobs"])
+        for count in ("prompt_tokens", "completion_tokens"):
+            assert answer["usage"][count] == expected["usage"][count], (rid, count)
+
+
 def test_usage_at_the_end_of_a_stream(served: Served) -> None:
     client = openai.OpenAI(base_url=f"{served.cluster.url}/v1", api_key="none", timeout=120, max_retries=0)
     task = _cold()

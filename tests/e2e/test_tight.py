@@ -1,6 +1,7 @@
-"""MD's pool is too small for all who come, and SGLang retracts requests now and then: all wait, none fails.
+"""MD's pool is too small for all who come, and SGLang retracts requests now and then: all wait, none fails. Some have a
+higher priority.
 
-Sampling seeds do not count on these servers.
+Sampling seeds do not count on these servers. The prompts are made of words that mean the same to both tokenizers.
 """
 
 from __future__ import annotations
@@ -26,7 +27,8 @@ def test_a_full_pool_delays_and_never_fails(served: Served) -> None:
     longer = {"ignore_eos": True, "max_new_tokens": 90}
     expected = [_post(served.reference.single.url, _body(t.prompt, forced_rid(0), longer, {})) for t in jobs]
     assert [ID[w] for w in jobs[0].answer.split()] == expected[0]["output_ids"][:15]
-    bodies = [_body(t.prompt, forced_rid(5 * i, min(99, 8 * i)), longer, {}) for i, t in enumerate(jobs)]
+    rids = [forced_rid(5 * i, min(99, 8 * i)) for i in range(len(jobs))]
+    bodies = [_body(t.prompt, rids[i], longer, {"priority": i % 3}) for i, t in enumerate(jobs)]
     with ThreadPoolExecutor(len(jobs)) as pool:
         found = list(pool.map(lambda body: _post(served.cluster.url, body), bodies))
     for i, (mine, theirs) in enumerate(zip(found, expected, strict=True)):

@@ -131,7 +131,7 @@ def walk_all(seeds: Iterable[int]) -> None:
         try:
             walk(random_scenario(rng), rng, steps=250)
         except Failed as failed:
-            again = f"PDD_TEST_SEED={seed} {sys.executable} -m pytest {__file__} -k random_walks"
+            again = f"PDD_TEST_SEED={seed} {sys.executable} -m pytest {__file__}::test_random_walks"
             pytest.fail(f"seed {seed}: {failed}\n{failed.scenario}\n{shrink(failed)}\nto see it again:\n{again}")
 
 

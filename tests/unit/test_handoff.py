@@ -154,11 +154,13 @@ def test_summary_takes_medians_over_repetitions_and_counts_failures() -> None:
 def test_a_better_rate_for_the_wan() -> None:
     relayed = [event("emit", 0.1 + 0.01 * i, start=1 + i, n=1, source="RLD") for i in range(50)]
     events = [event("opened", 0.0), *relayed, event("landed", 0.6, n=51)]
-    # 5 Mbit took 0.5 s at 10 Mbit/s, from 0.1; 100 tokens are there at 1.1.
+    # 5 Mbit took 0.5 s at 10 Mbit/s; 100 tokens are there 0.5 s later than it landed.
     assert handoff_gap.better_rate(events, bits=5e6, rate=1e7, tokens=100) == pytest.approx(5e6)
     # The answer was complete before it landed.
-    assert handoff_gap.better_rate(events[:-1], bits=5e6, rate=1e6, tokens=100) == pytest.approx(5e6 / 1.1)
-    assert handoff_gap.better_rate(events[:1], bits=5e6, rate=1e6, tokens=100) < 1e6
+    assert handoff_gap.better_rate(events[:-1], bits=5e6, rate=2e6, tokens=100) == pytest.approx(5e6)
+    # Hardly anything was relayed, or far too much.
+    assert handoff_gap.better_rate(events[:1], bits=5e6, rate=1e6, tokens=100) == pytest.approx(1e6 / 4)
+    assert handoff_gap.better_rate(events, bits=5e6, rate=1e7, tokens=2) == pytest.approx(4e7)
 
 
 def test_events_that_are_read_together_are_one_arrival() -> None:

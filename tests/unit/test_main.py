@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from sglang_pdd.actions import Action, Emit, GiveUp, Send
 from sglang_pdd.main import MAX_HELD_TOKENS, RELAY_SILENCE, Main
 from sglang_pdd.metrics import Counters
-from sglang_pdd.protocol import Chunk, Logprobs, Ping, Pong, Stop, Tokens
+from sglang_pdd.protocol import UNKNOWN, Chunk, Logprobs, Ping, Pong, Stop, Tokens
 
 ROOM = 7
 ANSWER = tuple(random.Random(0).randrange(1000) for _ in range(40))
@@ -53,6 +53,27 @@ def test_logprobs_follow_their_tokens() -> None:
     logprobs = Logprobs((-0.5, -1.0, -1.5), 1, (-0.5, -1.0, -1.5), (1, 2, 3))
     (emit,) = main.receive("rld", Tokens((Chunk(ROOM, 0, ANSWER[:3], logprobs),)), 0.0)
     assert isinstance(emit, Emit) and emit.logprobs == Logprobs((-1.0, -1.5), 1, (-1.0, -1.5), (2, 3))
+
+
+def test_logprobs_that_only_p_knows_are_waited_for() -> None:
+    main, _ = machine()
+    relayed = Logprobs((-0.5, -1.0), named=(UNKNOWN, UNKNOWN, -7.0, -8.0))
+    assert main.receive("rld", Tokens((Chunk(ROOM, 0, ANSWER[:2], relayed),)), 0.0) == []
+    assert main.receive("rld", tokens(2, 4), 0.0) == []
+    first = Logprobs((-0.5,), named=(-5.0, -6.0))
+    actions = main.receive("p", Tokens((Chunk(ROOM, 0, ANSWER[:1], first),)), 0.0, prefill="p:1")
+    assert emitted(actions) == list(ANSWER[:4])
+    rows = [a.logprobs.named_row(0) for a in actions if isinstance(a, Emit) and a.logprobs]
+    assert rows == [[-5.0, -6.0], [-7.0, -8.0]]
+
+
+def test_a_relay_that_waited_for_p_and_had_another_token_is_muted() -> None:
+    main, counters = machine()
+    main.receive("rld", Tokens((Chunk(ROOM, 0, (ANSWER[0] + 1,), Logprobs((-0.5,), named=(UNKNOWN,))),)), 0.0)
+    actions = main.receive("p", tokens(0, 1), 0.0, prefill="p:1")
+    assert emitted(actions) == [ANSWER[0]]
+    assert actions[-1] == Send("rld", Stop(ROOM, 1, "mismatch"))
+    assert counters.get("tokens.mismatch") == 1
 
 
 @given(st.randoms(use_true_random=False), st.integers(1, 8))

@@ -1,4 +1,4 @@
-"""Plugins for SGLang of the tests' own: distributions of one module, in a folder on a server's ``PYTHONPATH``."""
+"""Plugins for SGLang that tests and benchmarks add: distributions of one module, in a folder on ``PYTHONPATH``."""
 
 from __future__ import annotations
 
