@@ -73,7 +73,7 @@ class Seam:
         self._known_keys = keys.Keys.load(config.keys) if config.keys else None
         self._public_key = self._known_keys.public if self._known_keys else ""
         self._engine_sessions = all_ranks(self.kv_manager.get_session_id())
-        self._landings: tuple[Landing, ...] = ()  # where all ranks take KV streams
+        self._places: tuple[Landing, ...] = ()  # where all ranks take KV streams
         self._fingerprint = fingerprint(scheduler)
 
     # --- what a role provides ---
@@ -114,7 +114,7 @@ class Seam:
                 self._public_key,
                 capacity(),
                 self.relays(),
-                self._landings,
+                self._places,
             )
 
         finder = Finder(self.counters)

@@ -77,7 +77,7 @@ class MainSeam(ingress.Seam):
             memory = pool.memory(scheduler, self.kv_manager.kv_args)
             receiver, place = listen(memory, config, self.rank, self.counters)
             self.landings = Landings(receiver)
-            self._landings = ingress.all_ranks(place)
+            self._places = ingress.all_ranks(place)
         self.machine = Main(self.counters, scheduler.model_config.vocab_size)
         if self.rank == 0:
             self.connect(self.machine, listen=True)

@@ -130,7 +130,8 @@ class Streams:
         self.close(room)
         self._over.pop(room, None)
         infos = [info for info in self.manager.transfer_infos.get(room, {}).values() if not info.is_dummy]
-        if not infos or any(info.mooncake_session_id not in self._landings for info in infos):
+        sessions = {info.mooncake_session_id for info in infos}
+        if not sessions or not sessions <= self._landings.keys() & self.manager.decode_kv_args_table.keys():
             return None
         peers = {}
         for info in infos:
