@@ -178,9 +178,8 @@ class Streams:
 
     def _drop_unused(self, sessions: Iterable[str]) -> None:
         """Of main decodes that are gone, those with nothing on its way; the transport gives the others up by itself."""
-        used = {session for lane in self._lanes.values() for session in lane.peers}
         for session in sessions:
-            if session not in self._landings and session not in used:
+            if session not in self._landings and not any(session in lane.peers for lane in self._lanes.values()):
                 self.sender.drop(session, wait=False)
 
     def _peer(self, session: str) -> Peer:
