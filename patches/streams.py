@@ -133,6 +133,9 @@ class Streams:
         sessions = {info.mooncake_session_id for info in infos}
         if not sessions or not sessions <= self._landings.keys() & self.manager.decode_kv_args_table.keys():
             return None
+        with self.manager.session_lock:
+            for session in sessions:  # an engine's error, from before P knew this main decode, is none of a stream's
+                self.manager._unblacklist_session(session)
         peers = {}
         for info in infos:
             name = room_id(room, info.dst_kv_indices.tobytes(), info.dst_aux_index)

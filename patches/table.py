@@ -356,6 +356,8 @@ ENTRIES: tuple[Entry, ...] = (
         "(self, *, bootstrap_room, failure_reason, targets=None)",
         "a stream has failed", roles=("prefill",),
     ),
+    _calls(MOONCAKE, "_unblacklist_session", "(self, session_id)", "an engine's error does not close the streams", roles=("prefill",)),
+    *_uses(MOONCAKE, "session_lock", "guards what SGLang refuses", roles=("prefill",)),
     *_uses(MOONCAKE, "decode_kv_args_table is_mla_backend", "where MD's regions are, in its own numbering", roles=("prefill",)),
     *_uses(
         "sglang.srt.disaggregation.mooncake.conn.TransferInfo", "dst_kv_indices dst_aux_index is_dummy mooncake_session_id",

@@ -73,6 +73,8 @@ class Manager:
     failures: dict[int, str] = field(default_factory=dict)
     concluded: list[int] = field(default_factory=list)
     workers: int = 0
+    session_lock: Any = field(default_factory=threading.Lock)
+    refused: set[str] = field(default_factory=set)
     kv_item_lens_sum: int = LAYERS * PAGE
 
     def told(self, room: int, pages: list[int]) -> None:
@@ -130,6 +132,10 @@ class Manager:
         if room in self.request_status:
             self.request_status[room] = status
         streams.status_changed(None, self, room, status)
+
+    def _unblacklist_session(self, session: str) -> None:
+        assert self.session_lock.locked()
+        self.refused.discard(session)
 
     def conclude_failure(self, *, bootstrap_room: int, failure_reason: str) -> None:
         self.failures.setdefault(bootstrap_room, failure_reason)
@@ -267,6 +273,9 @@ def test_strangers_and_sessions_that_are_gone_go_by_engine(world: World) -> None
     world.manager.told(ROOM, [1])
     world.streams.know(["md:0"], ())
     assert world.streams.open(ROOM, PAGE) is None and world.streams.lane(ROOM) is None
+    world.manager.refused = {"md:0", "other:1"}  # that went wrong
+    world.streams.know(["md:0"], [world.ranks[0].place])
+    assert world.streams.open(ROOM, PAGE) is not None and world.manager.refused == {"other:1"}
 
 
 def test_pages_wait_for_whoever_may_still_write(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
