@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import threading
 import time
 from collections.abc import Iterator
@@ -14,8 +15,10 @@ import pytest
 import torch
 from sglang.srt.disaggregation.base import KVPoll
 
+from sglang_pdd.config import PddConfig
 from sglang_pdd.metrics import Counters
 from sglang_pdd.patches import landing, mooncake, streams
+from sglang_pdd.patches import pool as patches_pool
 from sglang_pdd.patches.device import DeviceRegions
 from sglang_pdd.patches.landing import Landings
 from sglang_pdd.patches.streams import Streams
@@ -345,3 +348,31 @@ def test_staged_memory_has_bounds(where: tuple[list[int], list[int], list[int]])
     for touch in (staged.read, staged.write):
         with pytest.raises(BoundsError):
             touch(*where)
+
+
+def test_where_streams_are_taken() -> None:
+    _, _, pool = memory(0, staged=False)
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+    config = PddConfig(role="main", wan_port=port - 1, advertise="md.example")
+    receiver, place = landing.listen(pool, config, 1, Counters())
+    try:
+        assert place == Landing("md.example", port, receiver.token)
+        with pytest.raises(SystemExit, match=f"127.0.0.1:{port}"):
+            landing.listen(pool, config, 1, Counters())
+    finally:
+        receiver.shutdown()
+    with pytest.raises(SystemExit, match="without keys"):
+        landing.listen(pool, PddConfig(role="main", host="0.0.0.0"), 0, Counters())
+
+
+@pytest.mark.parametrize("asked, on", [(None, {"cpu"}), ("stream", {"cpu", "cuda:1"}), ("engine", set())])
+def test_which_pools_streams_serve(asked: Any, on: set[str]) -> None:
+    config = PddConfig(role="main", wan_transport=asked)
+    for device in ("cpu", "cuda:1"):
+        scheduler = SimpleNamespace(token_to_kv_pool_allocator=SimpleNamespace(device=device))
+        assert patches_pool.by_stream(scheduler, config) == (device in on)
+    if asked == "stream":
+        scheduler = SimpleNamespace(token_to_kv_pool_allocator=SimpleNamespace(device="xpu"))
+        with pytest.raises(SystemExit, match="on xpu, expected cpu or cuda"):
+            patches_pool.by_stream(scheduler, config)
