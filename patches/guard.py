@@ -130,8 +130,8 @@ def _load(entry: Entry) -> Callable[..., Any]:
     module, _, name = entry.by.partition(":")
     hook: Callable[..., Any] = getattr(importlib.import_module(f"sglang_pdd.patches.{module}"), name)
     hook = _fail_open(entry, hook) if entry.safe else hook
-    # Mooncake's are called by workers, which wait in them for the link.
-    return hook if entry.process == "launcher" or module == "mooncake" else _timed(entry, hook)
+    # Those of sending are called by workers, which wait in them for the link.
+    return hook if entry.process == "launcher" or module in ("mooncake", "streams") else _timed(entry, hook)
 
 
 def _timed(entry: Entry, hook: Callable[..., Any]) -> Callable[..., Any]:

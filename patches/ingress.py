@@ -12,7 +12,7 @@ import os
 import secrets
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import zmq
@@ -26,11 +26,13 @@ from sglang_pdd.discovery import Finder
 from sglang_pdd.metrics import Counters
 from sglang_pdd.node import Machine, Node
 from sglang_pdd.patches import guard
-from sglang_pdd.protocol import Hello
+from sglang_pdd.protocol import Hello, Landing
 from sglang_pdd.timeline import Timeline
 from sglang_pdd.transport import Endpoint
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 # Flags on which it depends what a server samples for the same request.
 _SAMPLING_FLAGS = (
@@ -70,7 +72,8 @@ class Seam:
         self.node: Node | None = None
         self._known_keys = keys.Keys.load(config.keys) if config.keys else None
         self._public_key = self._known_keys.public if self._known_keys else ""
-        self._engine_sessions = _all_ranks(self.kv_manager.get_session_id())
+        self._engine_sessions = all_ranks(self.kv_manager.get_session_id())
+        self._places: tuple[Landing, ...] = ()  # where all ranks take KV streams
         self._fingerprint = fingerprint(scheduler)
 
     # --- what a role provides ---
@@ -111,6 +114,7 @@ class Seam:
                 self._public_key,
                 capacity(),
                 self.relays(),
+                self._places,
             )
 
         finder = Finder(self.counters)
@@ -199,13 +203,14 @@ def _digest(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-def _all_ranks(session: str) -> tuple[str, ...]:
+def all_ranks(mine: T) -> tuple[T, ...]:
+    """What all ranks say, in their order. Blocks until all have."""
     parallel = get_parallel()
     if parallel.tp_size == 1:
-        return (session,)
-    sessions: list[Any] = [None] * parallel.tp_size
-    torch.distributed.all_gather_object(sessions, session, group=parallel.tp_group.cpu_group)
-    return tuple(sessions)
+        return (mine,)
+    said: list[Any] = [None] * parallel.tp_size
+    torch.distributed.all_gather_object(said, mine, group=parallel.tp_group.cpu_group)
+    return tuple(said)
 
 
 # --- hooks ------------------------------------------------------------------------------------------------------

@@ -23,7 +23,8 @@ from sglang.srt.mem_cache.common import release_kv_cache
 from sglang_pdd.actions import Command, Emit, GiveUp
 from sglang_pdd.config import MAX_PASS, PddConfig
 from sglang_pdd.main import Main
-from sglang_pdd.patches import extend, ingress
+from sglang_pdd.patches import extend, ingress, pool
+from sglang_pdd.patches.landing import Landings, listen
 from sglang_pdd.patches.logprobs import append_output_logprob
 from sglang_pdd.patches.prefixes import Prefixes
 
@@ -73,8 +74,14 @@ class MainSeam(ingress.Seam):
         self._passed = False  # the last step was an extend pass
         self._sat_out = False  # and the running decodes were not in it
         self._late: list[Any] = []  # transfers of requests that have ended
+        self.landings: Landings | None = None
+        if pool.by_stream(scheduler, config):
+            memory = pool.memory(scheduler, self.kv_manager.kv_args)
+            receiver, place = listen(memory, config, self.rank, self.counters)
+            self.landings = Landings(receiver)
+            self._places = ingress.all_ranks(place)
         self.machine = Main(self.counters, scheduler.model_config.vocab_size)
-        self.prefixes = Prefixes(scheduler, self.counters, self.timeline, self.machine.ignore)
+        self.prefixes = Prefixes(scheduler, self.counters, self.timeline, self.machine.ignore, self._written)
         if self.rank == 0:
             self.connect(self.machine, listen=True)
 
@@ -84,6 +91,11 @@ class MainSeam(ingress.Seam):
 
     def open_rooms(self) -> int:
         return len(self._sessions) + len(self._late) + len(self.prefixes)
+
+    def _written(self, room: int) -> None:
+        """Nothing is to be written for this room any more."""
+        if self.landings is not None:
+            self.landings.end(room)
 
     def relays(self) -> int:
         return sum(s.by["RLD"] > 0 for s in self._sessions.values())
@@ -219,6 +231,7 @@ class MainSeam(ingress.Seam):
     def commit(self, original: Callable[..., None], queue: Any, transfer: Any) -> None:
         """The KV is here. SGLang's commit appends the first token; if MD has that already, it must not do so again."""
         req = transfer.req
+        self._written(req.bootstrap_room)
         if req.finished():  # SGLang lets go of it; its prompt stays in the tree
             transfer.kv_receiver.clear()
             transfer.kv_receiver = None

@@ -1,5 +1,7 @@
 """P's sending side on the stock Mooncake engine: a lane for each destination, pacing, and cancellation.
 
+This is what relays get, and main decodes to which there are no streams (`streams.py`).
+
 Stock SGLang shards destinations over a few queues with one serial worker each, so a WAN copy can hold a LAN copy up
 for seconds. Here every destination has its own queue and worker; both are SGLang's own code.
 """
@@ -19,6 +21,7 @@ from sglang.srt.runtime_context import get_parallel
 
 from sglang_pdd.config import PddConfig
 from sglang_pdd.pacing import TokenBucket, segments
+from sglang_pdd.patches import streams
 from sglang_pdd.policy import LinkEstimate
 
 logger = logging.getLogger(__name__)
@@ -177,21 +180,30 @@ def make_lanes(config: PddConfig, is_lan: Callable[[str], bool], sent: Callable[
 
 
 def add_transfer_request(
-    original: Callable[..., Any], manager: Any, bootstrap_room: int, *args: Any, **kwargs: Any
-) -> Any:
-    """Around ``MooncakeKVManager.add_transfer_request``: into the destination's own lane."""
-    sessions = tuple(manager.transfer_infos.get(bootstrap_room, ()))
-    if not sessions:
-        return original(manager, bootstrap_room, *args, **kwargs)
-    lane = get_lanes().of(manager, sessions)
-    indices = args[0] if args else kwargs["kv_indices"]
-    lane.queued(bootstrap_room, len(indices) * manager.kv_item_lens_sum)
+    original: Callable[..., None],
+    manager: Any,
+    bootstrap_room: int,
+    kv_indices: Any,
+    index_slice: slice,
+    is_last_chunk: bool,
+    **more: Any,
+) -> None:
+    """Around ``MooncakeKVManager.add_transfer_request``: into the lane of the room, or of the destination."""
+    if streams.over(bootstrap_room):  # given up while its prefill went on
+        manager.conclude_failure(bootstrap_room=bootstrap_room, failure_reason="the room is over")
+        return
+    lane: streams.Lane | Lane | None = streams.lane_of(bootstrap_room)
+    if lane is None and (sessions := tuple(manager.transfer_infos.get(bootstrap_room, ()))):
+        lane = get_lanes().of(manager, sessions)
+        lane.queued(bootstrap_room, len(kv_indices) * manager.kv_item_lens_sum)
     stock = manager.transfer_queues
-    manager.transfer_queues = [lane]  # only the scheduler's thread reads it
+    manager.transfer_queues = stock if lane is None else [lane]  # only the scheduler's thread reads it
     try:
-        return original(manager, bootstrap_room, *args, **kwargs)
+        original(manager, bootstrap_room, kv_indices, index_slice, is_last_chunk, **more)
     finally:
         manager.transfer_queues = stock
+    if isinstance(lane, streams.Lane):
+        lane.begin(last=is_last_chunk)
 
 
 def batch_transfer(
@@ -202,12 +214,15 @@ def batch_transfer(
     peer_buffer_addresses: list[int],
     lengths: list[int],
 ) -> int:
-    """Around ``MooncakeTransferEngine.batch_transfer_sync``: paced and cancellable on the WAN."""
+    """Around ``MooncakeTransferEngine.batch_transfer_sync``: by stream, or paced and cancellable on the WAN."""
 
     def send(blocks: list[Block]) -> int:
         sources, destinations, sizes = zip(*blocks, strict=True)
         return original(engine, session_id, list(sources), list(destinations), list(sizes))
 
     if not lengths:
+        return 0
+    if (lane := streams.lane_here()) is not None:
+        lane.note(buffers, peer_buffer_addresses, lengths)
         return 0
     return get_lanes().transfer(send, session_id, list(zip(buffers, peer_buffer_addresses, lengths, strict=True)))

@@ -25,15 +25,17 @@ from sglang.srt.disaggregation.utils import (
 from sglang.srt.managers.schedule_batch import FINISH_LENGTH
 from sglang.srt.runtime_context import get_parallel
 
-from sglang_pdd.actions import AnswerEarly, Command, DropRelay, OpenRelay
+from sglang_pdd.actions import AnswerEarly, Command, DropRelay, KnowLandings, OpenRelay
 from sglang_pdd.config import PddConfig
 from sglang_pdd.drc import hit_bin
-from sglang_pdd.patches import ingress, mooncake
+from sglang_pdd.patches import ingress, mooncake, pool, streams
 from sglang_pdd.patches.drain import Drain
 from sglang_pdd.patches.logprobs import output_logprobs
 from sglang_pdd.patches.sampling import obstacle, request_of
 from sglang_pdd.prefill import Job, Prefill
 from sglang_pdd.protocol import Chunk
+from sglang_pdd.wan.sender import Sender
+from sglang_pdd.wan.tls import Identity
 
 LATE = 60.0  # seconds after which nothing more is expected for a relay that has ended
 
@@ -69,12 +71,26 @@ class PrefillSeam(ingress.Seam):
         self._drain = Drain.open()
         self.machine = Prefill(self.counters, config, self._fingerprint)
         self._lanes = mooncake.make_lanes(config, self._is_lan, self._sent)
+        self._streams = self._make_streams() if pool.by_stream(scheduler, config) else None
+        streams.streams = self._streams
         self._lan_sessions: set[str] = set()
         self._bytes_per_token = (
             self.kv_manager.kv_item_lens_sum / scheduler.token_to_kv_pool_allocator.page_size * get_parallel().tp_size
         )
         if self.rank == 0:
             self.connect(self.machine, listen=True)
+
+    def _make_streams(self) -> streams.Streams:
+        rate, keys = self.config.wan_rate_limit, self.config.keys
+        sender = Sender(
+            self.node_id,
+            pool.memory(self.scheduler, self.kv_manager.kv_args),
+            self.counters,
+            identity=Identity(keys) if keys else None,
+            rate=rate / get_parallel().tp_size if rate else None,
+            landed=self._landed,
+        )
+        return streams.Streams(sender, self.kv_manager)
 
     @property
     def kv_manager(self) -> Any:
@@ -95,6 +111,8 @@ class PrefillSeam(ingress.Seam):
             self._answer_early(command.room)
         elif isinstance(command, OpenRelay):
             self._open(command)
+        elif isinstance(command, KnowLandings) and self._streams is not None:
+            self._streams.know(command.sessions, command.landings)
         elif isinstance(command, DropRelay) and (relay := self._relays.get(command.relay_room)):
             self._end(relay, "relay_dropped", why=command.why)
 
@@ -104,14 +122,16 @@ class PrefillSeam(ingress.Seam):
         """MD's metadata is here: what it holds is known, so is where to send the rest."""
         room = req.bootstrap_room
         self._requests[room] = req
-        if self.node is None:
-            return
         sessions = self._sessions_of(room)
         prompt_tokens = len(req.origin_input_ids)
         missing = prompt_tokens - req.disagg_decode_prefix_len
-        ahead = self._ahead(req, sessions)
-        of_one_rank = int((missing + ahead) * self._bytes_per_token / get_parallel().tp_size)
-        landing_ms = self._lanes.link(sessions).landing_ms(of_one_rank)
+        leaders = self._leaders(req, sessions)
+        own, ahead = self._bytes_of_rank(missing), sum(leaders.values())
+        landing_ms = self._streams.open(room, own, leaders) if self._streams is not None else None
+        if self.node is None:
+            return
+        if landing_ms is None:
+            landing_ms = self._lanes.link(sessions).landing_ms(own + self._bytes_of_rank(ahead))
         self.timeline.event(
             "bootstrapped",
             room,
@@ -123,24 +143,27 @@ class PrefillSeam(ingress.Seam):
         )
         self.do(self.machine.bootstrapped(Job(room, sessions, request_of(req), landing_ms, obstacle(req))))
 
-    def _ahead(self, req: Any, sessions: tuple[str, ...]) -> int:
-        """Tokens that must land before this request can run, and that the link has not been given yet.
+    def _leaders(self, req: Any, sessions: tuple[str, ...]) -> dict[int, int]:
+        """Rooms that must land before this request can run, and how many of their tokens were not sent yet.
 
         What MD says it holds may still be on its way, for a request that this one shares a prefix with.
         """
         page, ids = self.scheduler.token_to_kv_pool_allocator.page_size, req.origin_input_ids
-        ahead = 0
-        for other in self._requests.values():
+        leaders = {}
+        for room, other in self._requests.items():
             known = other.disagg_decode_prefix_len + page  # at least a page of what the other one brings
             if (
                 other is not req
                 and known <= req.disagg_decode_prefix_len
                 and other.origin_input_ids[:known] == ids[:known]
                 and (other.extra_key, other.cache_salt) == (req.extra_key, req.cache_salt)
-                and self._sessions_of(other.bootstrap_room) == sessions
+                and self._sessions_of(room) == sessions
             ):
-                ahead += len(other.origin_input_ids) - max(known - page, other.start_send_idx)
-        return ahead
+                leaders[room] = len(other.origin_input_ids) - max(known - page, other.start_send_idx)
+        return leaders
+
+    def _bytes_of_rank(self, tokens: int) -> int:
+        return int(tokens * self._bytes_per_token / get_parallel().tp_size)
 
     def prefilled(self, req: Any) -> None:
         """The first token is sampled: it is MD's before any KV is."""
@@ -230,6 +253,8 @@ class PrefillSeam(ingress.Seam):
         if self._requests.pop(room, None) is None:
             return False
         self._lanes.forget(room)
+        if self._streams is not None:
+            self._streams.close(room)
         return True
 
     def _count_copies(self) -> None:
@@ -315,10 +340,16 @@ class PrefillSeam(ingress.Seam):
     def _is_lan(self, session: str) -> bool:
         return session in self._lan_sessions
 
-    def _sent(self, room: int, size: int, seconds: float) -> None:
+    def _landed(self, name: int, size: int, seconds: float) -> None:
+        assert self._streams is not None
+        self._sent(self._streams.room(name), size, seconds)
+
+    def _sent(self, room: int | None, size: int, seconds: float) -> None:
+        """``room``: None if it is over meanwhile."""
         size *= get_parallel().tp_size  # each rank sends as much, rank 0 counts
         self.counters.inc("wan.bytes", size)
-        self.timeline.event("wan_sent", room, bytes=size, seconds=round(seconds, 4))
+        if room is not None:
+            self.timeline.event("wan_sent", room, bytes=size, seconds=round(seconds, 4))
 
 
 @contextmanager

@@ -43,9 +43,18 @@ class _Copy:
 class Prefixes:
     """Args:
     unknown: called with a room for whose tokens nobody waits.
+    over: called with a room into which nothing is to be written any more.
     """
 
-    def __init__(self, scheduler: Any, counters: Counters, timeline: Timeline, unknown: Callable[[int], None]) -> None:
+    def __init__(
+        self,
+        scheduler: Any,
+        counters: Counters,
+        timeline: Timeline,
+        unknown: Callable[[int], None],
+        over: Callable[[int], None],
+    ) -> None:
+        self._over = over
         self._scheduler = scheduler
         self._counters = counters
         self._timeline = timeline
@@ -210,6 +219,7 @@ class Prefixes:
     def _let_go(self, copy: _Copy) -> None:
         self._copies.remove(copy)
         room, manager = copy.refetch.room, copy.receiver.kv_mgr
+        self._over(room)
         self.cache.unlock(copy.lock)
         self.cache.cut(copy.req, copy.row)
         self._queue.metadata_buffers.clear_slot(copy.metadata_buffer_index)

@@ -16,6 +16,7 @@ from sglang_pdd.config import add_flags as add_pdd_flags
 from sglang_pdd.keys import Keys, KeysError
 from sglang_pdd.patches import attention, guard
 from sglang_pdd.patches.drain import Drain
+from sglang_pdd.wan.tls import Identity
 
 # Set by the launcher once it has checked the configuration; a scheduler without it was started past our checks.
 CHECKED = "PDD_CHECKED"
@@ -94,6 +95,8 @@ def take_flags(_: type, args: argparse.Namespace) -> None:
         config.validate()
         if config.keys is not None:
             Keys.load(config.keys)
+            if config.role in ("prefill", "main") and config.wan_transport != "engine":
+                Identity(config.keys)
         if config.active:
             imply(config, args, sys.argv[1:])
             refuse(args)

@@ -44,6 +44,7 @@ REGISTRY = "sglang.srt.plugins.hook_registry.HookRegistry"
 REQ = "sglang.srt.managers.schedule_batch.Req"
 BATCH = "sglang.srt.managers.schedule_batch.ScheduleBatch"
 SENDER = "sglang.srt.disaggregation.common.conn.CommonKVSender"
+KV_MANAGER = "sglang.srt.disaggregation.common.conn.CommonKVManager"
 MOONCAKE = "sglang.srt.disaggregation.mooncake.conn.MooncakeKVManager"
 TOKENIZER_MANAGER = "sglang.srt.managers.tokenizer_manager.TokenizerManager"
 BOOTSTRAP_QUEUE = "sglang.srt.disaggregation.prefill.PrefillBootstrapQueue"
@@ -394,7 +395,73 @@ ENTRIES: tuple[Entry, ...] = (
     _hook(
         "sglang.srt.distributed.device_communicators.mooncake_transfer_engine.MooncakeTransferEngine", "batch_transfer_sync",
         "(self, session_id, buffers, peer_buffer_addresses, lengths)",
-        "around", "mooncake:batch_transfer", "pacing and cancellation", roles=SENDERS,
+        "around", "mooncake:batch_transfer", "by stream, or pacing and cancellation", roles=SENDERS,
+    ),
+
+    # --- P: KV streams: streams.py
+    _hook(
+        MOONCAKE, "send_kvcache",
+        "(self, mooncake_session_id, prefill_kv_indices, dst_kv_ptrs, dst_kv_indices, executor, dst_layer_ids=None, dst_device_kv_indices=None, dst_kv_item_len=None, dst_attn_tp_size=None)",
+        "around", "streams:send_pages", "a chunk's blocks are known: they go by stream", roles=("prefill",),
+    ),
+    _hook(
+        MOONCAKE, "send_kvcache_slice",
+        "(self, mooncake_session_id, prefill_kv_indices, dst_kv_ptrs, dst_kv_indices, dst_tp_rank, dst_attn_tp_size, dst_kv_item_len, executor, dst_layer_ids=None)",
+        "around", "streams:send_pages", "the same, between unequal tensor-parallel sizes", roles=("prefill",),
+    ),
+    _hook(
+        MOONCAKE, "send_aux",
+        "(self, req, prefill_aux_index, dst_aux_ptrs)",
+        "around", "streams:send_metadata", "the last of a room: wait until it has landed", roles=("prefill",),
+    ),
+    _hook(
+        KV_MANAGER, "update_status",
+        "(self, bootstrap_room, status)",
+        "after", "streams:status_changed", "a failed room frees the link at once", roles=("prefill",),
+    ),
+    _calls(
+        KV_MANAGER, "conclude_failure",
+        "(self, *, bootstrap_room, failure_reason, targets=None)",
+        "a stream has failed", roles=("prefill",),
+    ),
+    _calls(MOONCAKE, "_unblacklist_session", "(self, session_id)", "an engine's error does not close the streams", roles=("prefill",)),
+    *_uses(MOONCAKE, "session_lock", "guards what SGLang refuses", roles=("prefill",)),
+    *_uses(MOONCAKE, "decode_kv_args_table is_mla_backend", "where MD's regions are, in its own numbering", roles=("prefill",)),
+    *_uses(
+        "sglang.srt.disaggregation.mooncake.conn.TransferInfo", "dst_kv_indices dst_aux_index is_dummy mooncake_session_id",
+        "names a room on the streams", roles=("prefill",), kind="field",
+    ),
+    *_uses(
+        "sglang.srt.disaggregation.mooncake.conn.KVArgsRegisterInfo", "dst_kv_ptrs dst_aux_ptrs",
+        "where MD's regions are, in its own numbering", roles=("prefill",), kind="field",
+    ),
+
+    # --- P, MD: the pool as regions: pool.py
+    *_uses(
+        "sglang.srt.disaggregation.base.conn.KVArgs",
+        "kv_data_ptrs kv_data_lens kv_item_lens aux_data_ptrs aux_data_lens aux_item_lens",
+        "what may be read or written", roles=("prefill", "main"),
+    ),
+    *_uses(MOONCAKE, "kv_args", "what may be read or written", roles=("prefill", "main")),
+    *_uses(SCHEDULER, "disagg_metadata_buffers", "is it memory of the device?", roles=("prefill", "main")),
+    *_uses("sglang.srt.disaggregation.utils.MetadataBuffers", "output_ids", "is it memory of the device?", roles=("prefill", "main")),
+    *_uses("sglang.srt.mem_cache.allocator.base.BaseTokenToKVPoolAllocator", "device", "where the pool is", roles=("prefill", "main")),
+
+    # --- MD: KV streams: landing.py
+    _hook(
+        MOONCAKE, "build_receiver_metadata_message",
+        "(self, *, bootstrap_room, required_dst_info_num, kv_indices, aux_index, state_indices, decode_prefix_len, is_dummy, device_kv_indices=None)",
+        "before", "landing:before_metadata", "a room opens before P is told where to write", roles=("main",),
+    ),
+    _hook(
+        KV_MANAGER, "is_abort_release_safe",
+        "(self, bootstrap_room, required_acks)",
+        "around", "landing:release_safe", "no page is reused while a stream may write to it", roles=("main",),
+    ),
+    _hook(
+        TRANSFER_QUEUE, "_release_request",
+        "(self, decode_req)",
+        "before", "landing:before_release", "nor after any time-out", roles=("main",),
     ),
     _calls(
         MOONCAKE, "transfer_worker",

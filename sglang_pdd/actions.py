@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from sglang_pdd.protocol import Logprobs, Message, Request
+from sglang_pdd.protocol import Landing, Logprobs, Message, Request
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +59,14 @@ class DropRelay:
     why: str
 
 
+@dataclass(frozen=True, slots=True)
+class KnowLandings:
+    """KV for these engine sessions can go there by stream; with no landings: no more."""
+
+    sessions: tuple[str, ...]
+    landings: tuple[Landing, ...]
+
+
 # --- commands: RLD ----------------------------------------------------------------------------------------------
 
 
@@ -98,5 +106,5 @@ class GiveUp:
     room: int
 
 
-Command = AnswerEarly | OpenRelay | DropRelay | StartDecode | StopDecode | Emit | GiveUp
+Command = AnswerEarly | OpenRelay | DropRelay | KnowLandings | StartDecode | StopDecode | Emit | GiveUp
 Action = Send | Dial | HangUp | Command

@@ -15,6 +15,7 @@ from typing import Literal
 
 import sglang_pdd
 from sglang_pdd import keys
+from sglang_pdd.wan import tls
 
 SUPPORTED_SGLANG = ("0.5.23",)
 MINIMUM_PYTHON = (3, 10)
@@ -41,7 +42,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="sglang-pdd", description="Tools of the PDD plugin for SGLang.")
     commands = parser.add_subparsers(dest="command", required=True)
 
-    make = commands.add_parser("keys", help="make one folder of CURVE keys per node")
+    make = commands.add_parser("keys", help="make one folder of keys per node: CURVE for messages, TLS for KV streams")
     make.add_argument("dir", help="where to make the folders")
     make.add_argument("--names", required=True, help="the nodes, comma-separated, e.g. p,rld,md")
     make.add_argument("--force", action="store_true", help="replace existing secrets")
@@ -190,6 +191,7 @@ def _cuda() -> Iterator[Check]:
 def _keys_folder(folder: str) -> Check:
     try:
         loaded = keys.Keys.load(folder)
+        tls.Identity(folder)
     except (keys.KeysError, OSError) as error:
         return Check("keys", "problem", str(error))
     return Check("keys", "ok", f"{folder}: public key {loaded.public}, {len(loaded.peers)} peers")

@@ -15,6 +15,7 @@ from sglang_pdd.pacing import parse_rate
 Role = Literal["prefill", "relay", "main"]
 RelayPolicy = Literal["auto", "always", "never"]
 Handoff = Literal["auto", "one-shot", "catch-up"]
+WanTransport = Literal["stream", "engine"]
 
 DEFAULT_HOST = "127.0.0.1"
 DEFAULT_PORT = 9310
@@ -97,6 +98,21 @@ FLAGS = (
         roles=("prefill",),
     ),
     Flag(
+        "wan_transport",
+        "How KV crosses the WAN. stream: scheduled, paced, cancellable streams of our own (docs/wan.md), if both sides "
+        "have it; engine: SGLang's transfer engine, as inside a datacenter. Default: stream; engine where the KV pool "
+        "is not host memory.",
+        choices=get_args(WanTransport),
+        roles=("prefill", "main"),
+    ),
+    Flag(
+        "wan_port",
+        "Port on which a main server's first rank takes KV streams; the next ranks take the next ones. Default: any "
+        "free ports.",
+        metavar="PORT",
+        roles=("main",),
+    ),
+    Flag(
         "max_relays",
         "Most requests that this relay decodes at once. Default: 64. At most --max-running-requests, and what its pool "
         "has room for.",
@@ -119,7 +135,8 @@ FLAGS = (
     ),
     Flag(
         "keys",
-        "Folder of CURVE keys, made by `sglang-pdd keys`: encrypts, and admits only peers whose public keys are in it.",
+        "Folder of CURVE keys and TLS certificates, made by `sglang-pdd keys`: encrypts, and admits only peers whose "
+        "public keys and certificates are in it.",
         metavar="DIR",
     ),
     Flag("insecure", "Allow a PDD socket without keys on an address that is not loopback. For isolated networks only."),
@@ -142,6 +159,8 @@ class PddConfig:
     relay_policy: RelayPolicy = "auto"
     relay_threshold_ms: float = 200.0
     wan_rate_limit: float | None = None  # bytes per second
+    wan_transport: WanTransport | None = None  # None: stream, where the pool allows it
+    wan_port: int | None = None
     max_relays: int | None = None
     handoff: Handoff = "auto"
     handoff_threshold: int = 64
@@ -214,6 +233,8 @@ class PddConfig:
             raise ConfigError(f"--pdd-relay-threshold-ms {self.relay_threshold_ms:g}: expected 0 or more")
         if self.wan_rate_limit is not None and self.wan_rate_limit <= 0:
             raise ConfigError("--pdd-wan-rate-limit: expected more than 0")
+        if self.wan_port is not None and not 1 <= self.wan_port <= 65535:
+            raise ConfigError(f"--pdd-wan-port {self.wan_port}: expected 1..65535")
         if self.max_relays is not None and self.max_relays < 1:
             raise ConfigError(f"--pdd-max-relays {self.max_relays}: expected 1 or more")
         if not 1 <= self.handoff_threshold <= MAX_PASS:
@@ -320,7 +341,7 @@ def _from_environ(flag: Flag) -> str | bool | None:
 
 def _parse_value(flag: Flag, value: Any) -> Any:
     """Text -> the field's type; raises `ConfigError`."""
-    if flag.field in ("port", "max_relays", "relay_threshold_ms", "handoff_threshold"):
+    if flag.field in ("port", "wan_port", "max_relays", "relay_threshold_ms", "handoff_threshold"):
         number, kind = (float, "number") if flag.field == "relay_threshold_ms" else (int, "whole number")
         try:
             return number(value)

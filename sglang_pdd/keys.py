@@ -1,11 +1,13 @@
-"""Folders of CURVE keys: who a node is, and whom it talks to.
+"""Folders of keys: who a node is, and whom it talks to.
 
-A node's folder holds ``secret.key`` (its own key pair) and ``peers/*.key`` (public keys: the allow-list), all in ZMQ's
-certificate format. Removing a file from ``peers`` revokes that key at the next start.
+A node's folder holds ``secret.key`` (its own CURVE key pair) and ``peers/*.key`` (public keys: the allow-list), for
+messages, in ZMQ's certificate format; and ``tls.key``, ``tls.crt`` and ``peers/*.crt``, for KV streams, in PEM.
+Removing a node's two files from ``peers`` revokes it at the next start.
 """
 
 from __future__ import annotations
 
+import datetime
 import os
 import re
 from collections.abc import Sequence
@@ -62,10 +64,11 @@ def make(folder: str | os.PathLike[str], names: Sequence[str], *, force: bool = 
     """Make ``folder/<name>`` for each name, each with the public keys of all names. Returns the names newly made.
 
     Nodes that the folder has already are kept and learn the new keys, so that a node can be added, or with ``force`` be
-    given a new key, by naming it alone; copy all folders to their machines again then.
+    given a new key, by naming it alone; copy all folders to their machines again then. A folder without a TLS
+    certificate (made by an older version) gets one.
 
     Raises:
-        KeysError: a bad name, or an existing secret that cannot be read.
+        KeysError: a bad name, an existing secret that cannot be read, or no ``cryptography`` to make certificates with.
     """
     if not names or len(set(names)) != len(names):
         raise KeysError("give at least one name, and each only once")
@@ -74,14 +77,18 @@ def make(folder: str | os.PathLike[str], names: Sequence[str], *, force: bool = 
             raise KeysError(f"bad name {name!r}: at most 64 letters, digits, '.', '_' and '-', not '.' or '-' first")
     others = sorted({file.parent.name for file in Path(folder).glob("*/secret.key")} - set(names))
     publics: dict[str, str] = {}
+    certificates: dict[str, str] = {}
     made: list[str] = []
     for name in (*names, *others):
         secret_file = Path(folder) / name / "secret.key"
-        if secret_file.exists() and not (force and name in names):
+        renew = force and name in names
+        if secret_file.exists() and not renew:
             publics[name] = _read(secret_file)[0]
+            certificates[name] = _certify(secret_file.parent, name, renew)
             continue
         public, secret = (key.decode() for key in zmq.curve_keypair())
         secret_file.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        certificates[name] = _certify(secret_file.parent, name, renew)
         _write(secret_file, _certificate(name, public, secret), 0o600)
         publics[name] = public
         made.append(name)
@@ -90,7 +97,40 @@ def make(folder: str | os.PathLike[str], names: Sequence[str], *, force: bool = 
         peers.mkdir(exist_ok=True)
         for other, public in publics.items():
             _write(peers / f"{other}.key", _certificate(other, public, None), 0o644)
+            _write(peers / f"{other}.crt", certificates[other], 0o644)
     return made
+
+
+def _certify(folder: Path, name: str, renew: bool) -> str:
+    """The node's TLS certificate, in PEM; made with its key if it is not there."""
+    key_file, certificate_file = folder / "tls.key", folder / "tls.crt"
+    if key_file.exists() and certificate_file.exists() and not renew:
+        return certificate_file.read_text()
+    try:
+        from cryptography import x509
+        from cryptography.hazmat.primitives import hashes, serialization
+        from cryptography.hazmat.primitives.asymmetric import ec
+    except ImportError:
+        raise KeysError("TLS certificates need the package cryptography: pip install cryptography") from None
+    key = ec.generate_private_key(ec.SECP256R1())
+    subject = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, name)])
+    certificate = (
+        x509.CertificateBuilder()
+        .subject_name(subject)
+        .issuer_name(subject)
+        .public_key(key.public_key())
+        .serial_number(x509.random_serial_number())
+        .not_valid_before(datetime.datetime(2020, 1, 1))  # clocks differ, and keys end by revocation, not by date
+        .not_valid_after(datetime.datetime(9999, 12, 31, 23, 59, 59))
+        .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
+        .sign(key, hashes.SHA256())
+    )
+    pem, plain = serialization.Encoding.PEM, serialization.NoEncryption()
+    secret = key.private_bytes(pem, serialization.PrivateFormat.PKCS8, plain).decode()
+    text = certificate.public_bytes(pem).decode()
+    _write(key_file, secret, 0o600)
+    _write(certificate_file, text, 0o644)
+    return text
 
 
 def _certificate(name: str, public: str, secret: str | None) -> str:

@@ -73,14 +73,35 @@ class LinkEstimate:
         return DEFAULT_BANDWIDTH if self._limit is None else self._limit
 
 
-def relay_wanted(policy: RelayPolicy, landing_ms: float, threshold_ms: float) -> bool:
-    """Is a relay worth opening for KV that lands after ``landing_ms``?
+class Hysteresis:
+    """Is a noisy number above a threshold? Says so again and again as long as it stays within a band around it."""
+
+    def __init__(self, threshold: float, band: float = 0.2) -> None:
+        """``band``: how far, as a share of the threshold, the number must be on the other side to change the answer."""
+        if threshold < 0 or not 0 <= band < 1:
+            raise ValueError(f"threshold {threshold} must not be negative, band {band} must be in [0, 1)")
+        self._low, self._high = threshold * (1 - band), threshold * (1 + band)
+        self._threshold = threshold
+        self._above: bool | None = None
+
+    def above(self, value: float) -> bool:
+        if self._above is None:
+            self._above = value > self._threshold
+        elif self._above:
+            self._above = value > self._low
+        else:
+            self._above = value > self._high
+        return self._above
+
+
+def relay_wanted(policy: RelayPolicy, late: bool) -> bool:
+    """Is a relay worth opening? ``late``: the KV is predicted to land late.
 
     Raises:
         ValueError: an unknown policy.
     """
     if policy == "auto":
-        return landing_ms > threshold_ms
+        return late
     if policy not in ("always", "never"):
         raise ValueError(f"relay policy {policy!r}: expected auto, always or never")
     return policy == "always"

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from sglang_pdd import policy
-from sglang_pdd.actions import Action, AnswerEarly, DropRelay, OpenRelay, Send
+from sglang_pdd.actions import Action, AnswerEarly, DropRelay, KnowLandings, OpenRelay, Send
 from sglang_pdd.config import PddConfig
 from sglang_pdd.metrics import Counters
 from sglang_pdd.protocol import (
@@ -48,6 +48,7 @@ class Job:
 class _Peer:
     hello: Hello
     seen: float
+    late: policy.Hysteresis  # does KV land late there? (of a main decode)
     asked: int = 0  # relays opened here since its last Hello
 
 
@@ -93,7 +94,8 @@ class Prefill:
         if main is None or self.peers[main].hello.role != "main":
             self.counters.inc("requests", pipeline="stock")
             return []
-        wanted = policy.relay_wanted(self.config.relay_policy, job.landing_ms, self.config.relay_threshold_ms)
+        late = self.peers[main].late.above(job.landing_ms)
+        wanted = policy.relay_wanted(self.config.relay_policy, late)
         if job.request.sampling.get("max_new_tokens") == 1:
             wanted = False  # P's own token is the answer
         if wanted and job.obstacle:
@@ -136,24 +138,28 @@ class Prefill:
         gone = [node for node, peer in self.peers.items() if now - peer.seen > PEER_TIMEOUT]
         actions: list[Action] = []
         for node in gone:
-            self._forget(node)
+            actions += self._forget(node)
             for relay_room in [r for r, relay in self._relays.items() if relay.node == node]:
                 actions += self._drop(relay_room, "silence")
         return actions
 
     def _hello(self, node: str, hello: Hello, now: float) -> list[Action]:
+        actions: list[Action] = []
         if reason := self._refusal(hello):
-            if node in self.peers:
-                self._forget(node)
+            actions += self._forget(node) if node in self.peers else []
             self.counters.inc("messages.dropped", cause="unwelcome")
-            return [Send(node, Welcome(False, reason))]
-        if node in self.peers:
-            self._forget(node)
-        self.peers[node] = _Peer(hello, now)
-        for session in hello.sessions:
-            self._owners[session] = node
+            return [*actions, Send(node, Welcome(False, reason))]
+        known = self.peers.get(node)
+        if known is not None and (known.hello.sessions, known.hello.landings) != (hello.sessions, hello.landings):
+            actions += self._forget(node)
+            known = None
+        if known is None and hello.role == "main" and hello.landings:
+            actions.append(KnowLandings(hello.sessions, hello.landings))
+        self._owners.update(dict.fromkeys(hello.sessions, node))
+        late = policy.Hysteresis(self.config.relay_threshold_ms) if known is None else known.late
+        self.peers[node] = _Peer(hello, now, late)
         self._count_peers()
-        return [Send(node, Welcome(True))]
+        return [*actions, Send(node, Welcome(True))]
 
     def _refusal(self, hello: Hello) -> str | None:
         if hello.role not in ("relay", "main"):
@@ -166,10 +172,11 @@ class Prefill:
                 return f"{name}: expected {mine}, found {theirs}; start all roles with the same one"
         return None
 
-    def _forget(self, node: str) -> None:
-        del self.peers[node]
+    def _forget(self, node: str) -> list[Action]:
+        hello = self.peers.pop(node).hello
         self._owners = {s: n for s, n in self._owners.items() if n != node}
         self._count_peers()
+        return [KnowLandings(hello.sessions, ())] if hello.role == "main" and hello.landings else []
 
     def _count_peers(self) -> None:
         for role in ("relay", "main"):

@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 
 import msgpack
 
-PROTOCOL = 1
+PROTOCOL = 2
 
 MAX_MESSAGE = 16 << 20  # bytes; RelayOpen carries a prompt, nothing else is large
 MAX_PROMPT = 4_000_000  # tokens
@@ -25,6 +25,7 @@ MAX_ENTRIES = 1024  # of a map, such as a logit bias
 MAX_TEXT = 1024  # characters of a name, an address or a reason
 MAX_TOP_LOGPROBS = 256
 MAX_NAMED_IDS = 1024  # token ids of which a request wants the logprob at each position
+MAX_TOKEN = 64  # bytes that admit to a receiver
 MAX_PROCESSOR = 1 << 20  # characters of a serialised custom logit processor
 UNKNOWN = math.nan
 ROOM_LIMIT = 1 << 63  # SGLang's bootstrap rooms are positive int64
@@ -103,6 +104,15 @@ class Request:
 
 
 @dataclass(frozen=True, slots=True)
+class Landing:
+    """Where one rank of a main decode takes KV streams, and what shows that one was told so."""
+
+    host: str
+    port: int
+    token: bytes
+
+
+@dataclass(frozen=True, slots=True)
 class Hello:
     code: ClassVar[int] = 1
     role: str
@@ -112,6 +122,7 @@ class Hello:
     public_key: str  # CURVE, "" without keys
     capacity: int  # relays this node takes at once
     load: int  # relays it has now
+    landings: tuple[Landing, ...] = ()  # of all ranks, as ``sessions``; none: KV comes through the engine
 
 
 @dataclass(frozen=True, slots=True)
@@ -219,6 +230,8 @@ def _pack(message: Message) -> list[Any]:
     if isinstance(message, Tokens):
         return [message.load, [_pack_chunk(c) for c in message.chunks]]
     values = [getattr(message, f.name) for f in fields(message)]
+    if isinstance(message, Hello):
+        values[-1] = [[landing.host, landing.port, landing.token] for landing in message.landings]
     if isinstance(message, RelayOpen):
         values[-1] = _pack_request(message.request)
     return [dict(v) if isinstance(v, Mapping) else list(v) if isinstance(v, tuple) else v for v in values]
@@ -287,9 +300,11 @@ def _unpack_tokens(raw: list[Any]) -> Tokens:
 
 
 def _unpack_hello(raw: list[Any]) -> Hello:
-    role, address, sessions, fingerprint, public_key, capacity, load = raw
-    if not isinstance(sessions, list) or not isinstance(fingerprint, dict):
+    role, address, sessions, fingerprint, public_key, capacity, load, landings = raw
+    if not isinstance(sessions, list) or not isinstance(fingerprint, dict) or not isinstance(landings, list):
         raise ProtocolError("bad Hello")
+    if landings and len(landings) != len(sessions):
+        raise ProtocolError(f"{len(landings)} landings for {len(sessions)} sessions")
     return Hello(
         _text(role),
         _text(address),
@@ -298,7 +313,15 @@ def _unpack_hello(raw: list[Any]) -> Hello:
         _text(public_key),
         _int(capacity, 0, 1 << 31),
         _int(load, 0, 1 << 31),
+        tuple(_unpack_landing(landing) for landing in landings),
     )
+
+
+def _unpack_landing(raw: Any) -> Landing:
+    host, port, token = raw
+    if not isinstance(token, bytes) or len(token) > MAX_TOKEN:
+        raise ProtocolError(f"bad or oversized token (limit {MAX_TOKEN})")
+    return Landing(_text(host), _int(port, 1, 65535), token)
 
 
 def _unpack_open(raw: list[Any]) -> RelayOpen:

@@ -64,17 +64,27 @@ def register():
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     HookRegistry.register("sglang_pdd.patches.mooncake.Lanes.transfer", transfer, HookType.AROUND)
+    HookRegistry.register("sglang_pdd.patches.streams.Lane.submit", submit, HookType.AROUND)
 
 
 def transfer(original, lanes, send, session, blocks):
-    from sglang_pdd.patches import ingress
-
     lane = lanes._by_session.get(session)
     if lane is not None and lane.in_hand is not None and not lanes.is_lan(session):
-        end = time.monotonic() + 30
-        while any(r.room == lane.in_hand.room for r in list(ingress.seam._relays.values())) and time.monotonic() < end:
-            time.sleep(0.002)
+        wait(lane.in_hand.room)
     return original(lanes, send, session, blocks)
+
+
+def submit(original, lane, *args, **kwargs):
+    wait(lane.room)
+    return original(lane, *args, **kwargs)
+
+
+def wait(room):
+    from sglang_pdd.patches import ingress
+
+    end = time.monotonic() + 30
+    while any(r.room == room for r in list(ingress.seam._relays.values())) and time.monotonic() < end:
+        time.sleep(0.002)
 """
 
 _SEEDS = """

@@ -14,6 +14,7 @@ from cluster import Cluster
 RATE = "30mbit"
 SLOW_RATE = "12mbit"  # with two ranks: six schedulers on two cores can hold a LAN copy up for more than a second
 COLD_TOKENS, ANSWER_TOKENS = 3000, 960
+KV_BYTES = 2048  # of one token
 
 USUAL = {
     "page1": Cluster(kind="pdd", page_size=1, overlap=True, router="rust", wan_rate_limit=RATE),
@@ -99,9 +100,11 @@ MANY = {
     "many": Cluster(kind="pdd", prefills=2, relays=2, page_size=16, wan_rate_limit=RATE),
     "full-mains": Cluster(kind="pdd", mains=2, page_size=16, wan_rate_limit=RATE),
 }
+# For what crosses the WAN by SGLang's own engine.
+ENGINE = {"engine": replace(USUAL["page16"], flags={"prefill": ("--pdd-wan-transport", "engine")})}
 CLUSTERS = {
     **{**USUAL, **FAULTS, **SEAM, **NUMERICS, **TIGHT, **HETERO, **MANY},
-    **{**_product(), **PAGE64, **FULL_SEAM},
+    **{**ENGINE, **_product(), **PAGE64, **FULL_SEAM},
 }
 DEFAULT = tuple(USUAL)
 # For tests that meet the layout at every step.

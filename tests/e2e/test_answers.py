@@ -16,7 +16,7 @@ import tasks
 from checks import Served, limit
 from client import Answer, generate
 from cluster import MODEL
-from matrix import ANSWER_TOKENS, COLD_TOKENS, LAYOUTS
+from matrix import ANSWER_TOKENS, COLD_TOKENS, ENGINE, KV_BYTES, LAYOUTS
 
 _seeds = itertools.count(1000)
 
@@ -45,12 +45,15 @@ def assert_direct(served: Served, answer: Answer) -> None:
     assert made["P"] == 1, made
 
 
-@pytest.mark.on(*LAYOUTS)
+@pytest.mark.on(*LAYOUTS, *ENGINE)
 @pytest.mark.parametrize("stream", [True, False], ids=["stream", "whole"])
 def test_cold_prompt_is_relayed(served: Served, stream: bool) -> None:
     task = cold()
     answer = served.ask(task, stream=stream)
     assert_relayed(served, answer)
+    by_stream = served.grown("prefill", "stream.bytes{")
+    assert served.grown("prefill", "wan.bytes") > 0
+    assert by_stream == 0 if served.cluster.spec == ENGINE["engine"] else by_stream > 0
     if stream:
         room = served.room(answer.rid)
         landed = served.wait_for("main", "landed", room=room)["t"]
@@ -81,12 +84,13 @@ def test_short_prompt_goes_without_relay(served: Served) -> None:
     assert_direct(served, served.ask(cold(60, 15)))
 
 
-@pytest.mark.on(*LAYOUTS)
+@pytest.mark.on(*LAYOUTS, *ENGINE)
 def test_answer_finished_before_landing(served: Served) -> None:
     answer = served.ask(cold(COLD_TOKENS, 8))
     made, extended = served.story(answer)
     assert made["MD"] == 0 and extended == 0, (made, extended)
     assert served.grown("main", "finished_before_landing") == 1
+    assert served.grown("prefill", "wan.bytes") < 0.9 * COLD_TOKENS * KV_BYTES, "the link was not freed"
 
 
 @pytest.mark.parametrize("room", [1, 2, 20])

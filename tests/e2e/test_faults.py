@@ -33,6 +33,13 @@ def test_short_prompts_when_the_policy_is_always(served: Served) -> None:
     assert served.grown("prefill", "relay.opened") >= 1
 
 
+def test_the_copy_begins_with_the_first_chunk(served: Served) -> None:
+    room = served.room(served.ask(_cold()).rid)
+    sent = served.events("prefill", "wan_sent", room=room)
+    queued = served.wait_for("prefill", "queued", room=room)["t"]
+    assert min(e["t"] - e["seconds"] for e in sent) < queued, "it waited for the end of prefill"
+
+
 def test_three_cold_prompts_and_room_for_one_relay(served: Served) -> None:
     three = [_cold() for _ in range(3)]
     for task in three:

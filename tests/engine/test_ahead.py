@@ -35,8 +35,7 @@ def request(room: int, ids: list[int], known: int, sent: int = 0, to: str = "md"
 
 
 def ahead(follower: Any, *others: Any) -> int:
-    found: int = seam(follower, *others)._ahead(follower, follower.to)
-    return found
+    return sum(seam(follower, *others)._leaders(follower, follower.to).values())
 
 
 SHARED = list(range(100, 140))

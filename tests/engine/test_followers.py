@@ -95,9 +95,10 @@ class Main:
             disagg_decode_prealloc_queue=SimpleNamespace(transfer_backend="mooncake", kv_manager=self.manager),
         )
         self.ignored: deque[int] = deque()
+        self.over: list[int] = []
         self.counters = Counters()
         timeline: Any = SimpleNamespace(event=lambda *args, **fields: None)
-        self.prefixes = Prefixes(scheduler, self.counters, timeline, self.ignored.append)
+        self.prefixes = Prefixes(scheduler, self.counters, timeline, self.ignored.append, self.over.append)
         self.rooms = 0
 
     def admit(self, ids: tuple[int, ...], room: int | None = None) -> Any:

@@ -140,6 +140,8 @@ def test_keys_folders(env, capsys, tmp_path: Path) -> None:
     (tmp_path / "p/secret.key").chmod(0o644)
     assert "chmod 600" in one_problem(capsys, "--keys", str(tmp_path / "p"))
     assert "is missing" in one_problem(capsys, "--keys", str(tmp_path / "nowhere"))
+    (tmp_path / "md/tls.key").unlink()
+    assert "run `sglang-pdd keys` again" in one_problem(capsys, "--keys", str(tmp_path / "md"))
 
 
 def test_keys(capsys, tmp_path: Path) -> None:

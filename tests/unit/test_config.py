@@ -25,6 +25,21 @@ def refused(*argv: str, host: str = "127.0.0.1") -> str:
     return str(error.value)
 
 
+@pytest.mark.parametrize(
+    "options, problem",
+    [
+        (["--pdd-role", "relay", "--pdd-prefills", "127.0.0.1:1", "--pdd-wan-transport", "engine"], "belongs to"),
+        (["--pdd-role", "main", "--pdd-wan-transport", "nixl"], "expected stream or engine"),
+        (["--pdd-role", "prefill", "--pdd-wan-port", "9400"], "belongs to --pdd-role main"),
+        (["--pdd-role", "main", "--pdd-wan-port", "0"], "expected 1..65535"),
+        (["--pdd-role", "main", "--pdd-wan-port", "x"], "whole number"),
+    ],
+)
+def test_streams_that_cannot_be(options: list[str], problem: str) -> None:
+    with pytest.raises(ConfigError, match=problem):
+        parse(*options).validate()
+
+
 def test_off_by_default():
     config = parse()
     config.validate()

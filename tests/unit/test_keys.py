@@ -16,7 +16,9 @@ def test_each_folder_is_complete(tmp_path: Path) -> None:
         assert len(keys.secret) == 40 and keys.secret not in repr(keys)
         assert os.stat(tmp_path / name / "secret.key").st_mode & 0o777 == 0o600
         files = {str(f.relative_to(tmp_path / name)) for f in (tmp_path / name).rglob("*") if f.is_file()}
-        assert files == {"secret.key", "peers/p.key", "peers/rld.key", "peers/md.key"}
+        own = {"secret.key", "tls.key", "tls.crt"}
+        assert files == own | {f"peers/{other}.{kind}" for other in ("p", "rld", "md") for kind in ("key", "crt")}
+        assert os.stat(tmp_path / name / "tls.key").st_mode & 0o777 == 0o600
         for file in (tmp_path / name / "peers").iterdir():
             assert not any(other.secret in file.read_text() for other in loaded.values())
 
@@ -30,6 +32,17 @@ def test_existing_secrets_are_kept_and_learn_new_names(tmp_path: Path) -> None:
     assert make(tmp_path, ["p", "md", "md2"], force=True) == ["p", "md", "md2"]
     assert (tmp_path / "p/secret.key").read_bytes() != before
     assert len(Keys.load(tmp_path / "p").peers) == 3
+
+
+def test_certificates_are_kept_renewed_and_added(tmp_path: Path) -> None:
+    make(tmp_path, ["p", "md"])
+    before = (tmp_path / "p/tls.crt").read_text()
+    (tmp_path / "md/tls.crt").unlink()  # as in a folder of an older version
+    assert make(tmp_path, ["p"]) == []
+    assert (tmp_path / "p/tls.crt").read_text() == (tmp_path / "md/peers/p.crt").read_text() == before
+    assert (tmp_path / "md/tls.crt").read_text() == (tmp_path / "p/peers/md.crt").read_text()
+    make(tmp_path, ["p"], force=True)
+    assert (tmp_path / "p/tls.crt").read_text() == (tmp_path / "md/peers/p.crt").read_text() != before
 
 
 def test_an_existing_secret_that_cannot_be_read_is_not_replaced(tmp_path: Path) -> None:

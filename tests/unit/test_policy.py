@@ -2,7 +2,7 @@ import threading
 
 import pytest
 
-from sglang_pdd.policy import DEFAULT_BANDWIDTH, MEMORY_S, LinkEstimate, choose_relay, relay_wanted
+from sglang_pdd.policy import DEFAULT_BANDWIDTH, MEMORY_S, Hysteresis, LinkEstimate, choose_relay, relay_wanted
 
 
 def test_before_any_measurement() -> None:
@@ -80,10 +80,10 @@ def test_threads() -> None:
 
 
 def test_relay_wanted() -> None:
-    assert relay_wanted("auto", 201, 200) and not relay_wanted("auto", 200, 200)
-    assert relay_wanted("always", 0, 200) and not relay_wanted("never", 1e9, 200)
+    assert relay_wanted("auto", True) and not relay_wanted("auto", False)
+    assert relay_wanted("always", False) and not relay_wanted("never", True)
     with pytest.raises(ValueError, match="sometimes"):
-        relay_wanted("sometimes", 1, 1)  # type: ignore[arg-type]
+        relay_wanted("sometimes", True)  # type: ignore[arg-type]
 
 
 def test_choose_relay() -> None:
@@ -92,3 +92,16 @@ def test_choose_relay() -> None:
     assert choose_relay({"a": (2, 4), "b": (3, 100)}) == "b"
     assert choose_relay({"b": (0, 4), "a": (0, 8)}) == "a"
     assert choose_relay({"a": (2, 4), "b": (1, 2)}) == "b"
+
+
+def test_a_decision_that_does_not_flap() -> None:
+    gate = Hysteresis(200.0)
+    assert [gate.above(value) for value in (201, 199, 161, 160, 201, 240, 241, 200)] == [
+        *(True, True, True),
+        *(False, False, False),
+        *(True, True),
+    ]
+    assert not Hysteresis(200.0).above(200.0)
+    for threshold, band in ((-1.0, 0.1), (1.0, 1.0), (1.0, -0.1)):
+        with pytest.raises(ValueError, match="band"):
+            Hysteresis(threshold, band)

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 
-from sglang_pdd.actions import AnswerEarly, DropRelay, OpenRelay, Send
+from sglang_pdd.actions import AnswerEarly, DropRelay, KnowLandings, OpenRelay, Send
 from sglang_pdd.config import PddConfig
 from sglang_pdd.metrics import Counters
 from sglang_pdd.prefill import PEER_TIMEOUT, Job, Prefill
-from sglang_pdd.protocol import Abort, Chunk, Hello, RelayOpen, RelayReply, Request, Tokens, Welcome
+from sglang_pdd.protocol import Abort, Chunk, Hello, Landing, RelayOpen, RelayReply, Request, Tokens, Welcome
 
 SAME = {"model": "m", "page_size": "16"}
 JOB = Job(5, ("s1",), Request((1, 2, 3), {"temperature": 0.0}), landing_ms=2000.0)
@@ -150,3 +150,36 @@ def test_a_peer_that_is_silent_is_forgotten() -> None:
     prefill = machine()
     assert prefill.tick(PEER_TIMEOUT + 1) == []
     assert not prefill.peers and prefill.counters.get("peers", role="main") == 0
+
+
+def landing_hello(token: bytes, *sessions: str) -> Hello:
+    places = tuple(Landing("md", 9311 + i, token) for i in range(len(sessions)))
+    return Hello("main", "tcp://md:9310", sessions, SAME, "key", 0, 0, places)
+
+
+def test_all_ranks_hear_where_streams_go_and_when_no_more() -> None:
+    prefill = Prefill(Counters(), PddConfig(role="prefill"), SAME)
+    first = landing_hello(b"1", "s1", "s2")
+    assert prefill.receive("md", first, 0.0) == [KnowLandings(("s1", "s2"), first.landings), Send("md", Welcome(True))]
+    assert prefill.receive("md", first, 1.0) == [Send("md", Welcome(True))]
+    again = landing_hello(b"2", "s1", "s2")
+    told = prefill.receive("md", again, 2.0)
+    assert told[:2] == [KnowLandings(("s1", "s2"), ()), KnowLandings(("s1", "s2"), again.landings)]
+    assert KnowLandings(("s1", "s2"), ()) in prefill.tick(2.1 + PEER_TIMEOUT)
+
+
+def test_a_relay_takes_no_streams() -> None:
+    prefill = Prefill(Counters(), PddConfig(role="prefill"), SAME)
+    sneaky = dataclasses.replace(landing_hello(b"1", "s9"), role="relay")
+    assert prefill.receive("rld", sneaky, 0.0) == [Send("rld", Welcome(True))]
+
+
+def test_a_landing_time_that_wavers_about_the_threshold_does_not_change_the_decision() -> None:
+    prefill = with_relay(relay_threshold_ms=200.0)
+    prefill.receive("rld", hello("relay", capacity=99), 0.0)
+    times = [100, 210, 230, 250, 190, 170, 210, 150, 210]
+    relayed = [
+        any(isinstance(a, OpenRelay) for a in prefill.bootstrapped(dataclasses.replace(JOB, room=i, landing_ms=ms)))
+        for i, ms in enumerate(times, 1)
+    ]
+    assert relayed == [False, False, False, True, True, True, True, False, False]

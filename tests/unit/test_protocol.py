@@ -12,6 +12,7 @@ from sglang_pdd.protocol import (
     Abort,
     Chunk,
     Hello,
+    Landing,
     Logprobs,
     Message,
     Ping,
@@ -66,9 +67,20 @@ sampling = st.dictionaries(
     ),
     max_size=5,
 )
+landing = st.builds(Landing, text, st.integers(1, 65535), st.binary(max_size=64))
 BY_KIND = {
-    Hello: st.builds(
-        Hello, text, text, tuples(text, 8), st.dictionaries(text, text, max_size=8), text, capacity=small, load=small
+    Hello: st.tuples(tuples(text, 8), st.booleans()).flatmap(
+        lambda drawn: st.builds(
+            Hello,
+            text,
+            text,
+            st.just(drawn[0]),
+            st.dictionaries(text, text, max_size=8),
+            text,
+            capacity=small,
+            load=small,
+            landings=st.tuples(*[landing] * len(drawn[0]) * drawn[1]),
+        )
     ),
     Welcome: st.builds(Welcome, st.booleans(), text),
     RelayOpen: st.builds(
@@ -99,7 +111,7 @@ BY_KIND = {
 }
 messages = st.one_of(*BY_KIND.values())
 
-HELLO = Hello("relay", "", ("h:1",), {"model": "m"}, "", 4, 0)
+HELLO = Hello("main", "", ("h:1",), {"model": "m"}, "", 4, 0, (Landing("h", 9311, b"token"),))
 REQUEST = Request((1, 2, 3), {"temperature": 0.5}, True, 2, (4, 5), "processor", True, "key", "salt")
 OPEN = RelayOpen(7, 8, "tcp://h:1", "", REQUEST)
 TOKENS = Tokens((Chunk(1, 0, (5, 6), Logprobs((-1.0, -2.0), 1, (-1.0, -2.0), (5, 6)), "stop", (1, 2, 3, 4)),), 3)
@@ -194,7 +206,7 @@ def test_deep_nesting_is_a_protocol_error(depth: int) -> None:
 
 
 def test_other_versions_are_named() -> None:
-    with pytest.raises(VersionMismatch, match="protocol version 9, expected 1: run the same sglang-pdd") as caught:
+    with pytest.raises(VersionMismatch, match="protocol version 9, expected 2: run the same sglang-pdd") as caught:
         decode(msgpack.packb([9, 1, "whatever"]))
     assert caught.value.theirs == 9
 
@@ -205,8 +217,8 @@ def test_what_is_no_message(value) -> None:
 
 
 def test_unknown_codes() -> None:
-    refused([1, 99], "unknown message code 99")
-    refused([1, 0], "unknown message code 0")
+    refused([p.PROTOCOL, 99], "unknown message code 99")
+    refused([p.PROTOCOL, 0], "unknown message code 0")
 
 
 @pytest.mark.parametrize("message", [HELLO, OPEN, TOKENS, Welcome(True), RelayReply(1, True), Stop(1, 2, "x"), Ping()])
@@ -316,3 +328,21 @@ def test_ids_are_whole_int32(blob) -> None:
         assert decode(msgpack.packb(values)).request.prompt == ()
     else:
         refused(values, "array")
+
+
+@pytest.mark.parametrize(
+    "landings, reason",
+    [
+        ([["h", 1, b"t"], ["h", 2, b"t"]], "2 landings for 1 sessions"),
+        ([["h", 0, b"t"]], "integer"),
+        ([["h", 1, b"t" * 65]], "token"),
+        ([["h", 1, "t"]], "token"),
+        ([["h" * 1025, 1, b"t"]], "text"),
+        ([["h", 1]], "bad field"),
+        ("x", "bad Hello"),
+    ],
+)
+def test_landings_that_are_none(landings, reason: str) -> None:
+    message = raw(HELLO)
+    message[-1] = landings
+    refused(message, reason)

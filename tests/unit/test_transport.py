@@ -10,7 +10,19 @@ import zmq
 from sglang_pdd import transport
 from sglang_pdd.keys import Keys, make
 from sglang_pdd.metrics import Counters
-from sglang_pdd.protocol import MAX_MESSAGE, Abort, Message, Ping, Pong, RelayOpen, Request, Stop, Tokens, encode
+from sglang_pdd.protocol import (
+    MAX_MESSAGE,
+    PROTOCOL,
+    Abort,
+    Message,
+    Ping,
+    Pong,
+    RelayOpen,
+    Request,
+    Stop,
+    Tokens,
+    encode,
+)
 from sglang_pdd.transport import Endpoint, TransportError
 
 LOCAL = "tcp://127.0.0.1:0"
@@ -215,7 +227,7 @@ def test_receiving_is_fair_and_bounded(open_: Open) -> None:
         ([encode(Ping()), encode(Ping())], "malformed"),
         ([b"x"] * 20, "malformed"),
         ([b"\xc1garbage"], "malformed"),
-        ([msgpack.packb([2, 8, []])], "version"),
+        ([msgpack.packb([PROTOCOL + 1, 8, []])], "version"),
         ([bytes(MAX_MESSAGE + 1)], "oversized"),
     ],
     ids=["empty", "req-style", "two", "twenty", "garbage", "version", "oversized"],

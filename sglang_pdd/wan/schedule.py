@@ -1,0 +1,282 @@
+"""`Schedule`: whose frame is next on which link. No I/O, no clock of its own, not thread-safe.
+
+A room's rank on its link is ``opened + PATIENCE * (its remaining bytes / bandwidth)``, and the lowest goes first. That
+is shortest remaining first, with ageing: a room that needs R seconds of the link can only be overtaken by rooms opened
+within PATIENCE * R seconds after it, so none starves. Between any two frames the choice is made anew.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from sglang_pdd.policy import LinkEstimate
+from sglang_pdd.wan.plan import Load
+
+PATIENCE = 10.0
+BURST_S = 0.02  # what a paced link may send at once after a pause
+YIELD_S = 0.001  # how soon a link asks again that has let another one go first
+LATE_S = 0.02  # a link that does not ask for so long after it might go is not waited for
+
+_NEVER = float("inf")
+
+
+class Pace:
+    """Lets ``rate`` bytes/s through, and after a pause ``burst`` bytes and one frame at once. Links may share one."""
+
+    def __init__(self, rate: float, burst: float | None = None) -> None:
+        if not 0 < rate < _NEVER:
+            raise ValueError(f"rate {rate} must be positive and finite")
+        self.rate = rate
+        self.burst = rate * BURST_S if burst is None else burst
+        self.waiting: dict[Link, float] = {}  # links that have been told to wait, and until when they have precedence
+        self._tokens = self.burst
+        self._at: float | None = None
+
+    def wait(self, now: float) -> float:
+        """Seconds until the next frame may go."""
+        self._fill(now)
+        return max(0.0, -self._tokens / self.rate)
+
+    def take(self, n: int, now: float) -> None:
+        """A frame of ``n`` bytes goes now; what the bucket did not hold is a debt."""
+        self._fill(now)
+        self._tokens -= n
+
+    def _fill(self, now: float) -> None:
+        if self._at is not None:
+            self._tokens = min(self.burst, self._tokens + (now - self._at) * self.rate)
+        self._at = now
+
+
+@dataclass(eq=False, slots=True)
+class Frame:
+    """One frame of one part, until the peer has acknowledged it."""
+
+    room: Room
+    part: Part
+    load: Load
+    attempts: int = 0
+    sent: float = 0.0  # when, last
+
+
+@dataclass(eq=False, slots=True)
+class Part:
+    """What was submitted together."""
+
+    index: int
+    total: int  # bytes
+    last: bool = False  # no further part follows
+    landed: int = 0  # bytes
+
+
+@dataclass(eq=False, slots=True)
+class Room:
+    """Everything that goes to one peer rank for one request."""
+
+    id: int
+    link: Link
+    opened: float
+    promised: int  # bytes announced and not submitted: their prefill is yet to come
+    queued: int = 0  # bytes submitted and not sent
+    flying: int = 0  # bytes sent and not acknowledged
+    background: bool = False  # nobody waits for it
+    cancelled: bool = False
+    parts: int = 0  # submitted
+    last: bool = False  # no further part follows
+    frames: deque[Frame] = field(default_factory=deque)
+    claims: list[tuple[float, int]] = field(default_factory=list)  # (time, bytes) of those who wait for this one
+    predicted: float = 0.0  # when it should have landed, said when the last of it was submitted
+
+    @property
+    def left(self) -> int:
+        """Bytes that are still to be sent."""
+        return self.promised + self.queued
+
+    def rank(self, bandwidth: float) -> float:
+        """Low goes first."""
+        own = self.opened + PATIENCE * self.left / bandwidth
+        if not self.claims:
+            return own
+        return min(own, min(time + PATIENCE * min(size, self.left) / bandwidth for time, size in self.claims))
+
+
+@dataclass(eq=False, slots=True)
+class Link:
+    """The way to one peer rank. Hashed by identity."""
+
+    name: str
+    pace: Pace | None = None
+    estimate: LinkEstimate = field(default_factory=LinkEstimate)
+    rtt: float = 0.0  # seconds
+    rooms: dict[int, Room] = field(default_factory=dict)
+    meter: Meter = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.meter = Meter(self.estimate)
+
+    @property
+    def flying(self) -> int:
+        return sum(room.flying for room in self.rooms.values())
+
+
+class Schedule:
+    """Rooms on links, each link with a queue of its own: none ever waits for another, except through a shared pace."""
+
+    # --- rooms ---
+
+    def open(self, link: Link, room: int, promised: int, now: float) -> Room:
+        """A room that will need ``promised`` bytes."""
+        return link.rooms.setdefault(room, Room(room, link, now, promised))
+
+    def submit(self, room: Room, loads: Iterable[Load], now: float, *, last: bool) -> Part:
+        """These bytes exist and may go; they were promised, as far as any were."""
+        loads = list(loads)
+        total = sum(load.size for load in loads)
+        part = Part(room.parts, total, last)
+        room.parts += 1
+        room.last = room.last or last
+        room.promised = 0 if last else max(0, room.promised - total)
+        room.queued += total
+        room.frames.extend(Frame(room, part, load) for load in loads)
+        if last:
+            room.predicted = now + self.landing(room.link, 0, now, room=room)
+        return part
+
+    def urge(self, room: Room, size: int, now: float) -> None:
+        """Somebody who needs ``size`` bytes more, and came now, waits for this room: it goes as early as he would."""
+        if all(size < earlier for _, earlier in room.claims):  # else one who came before is as urgent already
+            room.claims.append((now, size))
+
+    def demote(self, room: Room, background: bool = True) -> None:
+        """Nobody waits for it any more: it goes when nothing else does."""
+        room.background = background
+
+    def cancel(self, room: Room) -> int:
+        """Nothing of it will be sent that has not begun. Returns the bytes dropped."""
+        dropped = room.queued
+        room.frames.clear()
+        room.promised = room.queued = 0
+        room.cancelled = True
+        return dropped
+
+    def close(self, room: Room) -> None:
+        """Forget it."""
+        room.link.rooms.pop(room.id, None)
+
+    # --- frames ---
+
+    def next(self, link: Link, now: float) -> Frame | float:
+        """The frame to be sent now; or after how many seconds to ask again (infinity: when something changes)."""
+        room = self._first(link)
+        if room is None:
+            return _NEVER
+        if link.pace is not None:
+            wait = link.pace.wait(now)
+            if wait > 0:
+                link.pace.waiting[link] = now + wait + LATE_S
+                return wait
+            if self._others_first(link, room, now):
+                return YIELD_S
+            link.pace.waiting.pop(link, None)
+        frame = room.frames.popleft()
+        frame.attempts += 1
+        frame.sent = now
+        size = frame.load.size
+        if link.pace is not None:
+            link.pace.take(size, now)
+        link.meter.sent(now, link.flying == 0)
+        room.queued -= size
+        room.flying += size
+        return frame
+
+    def acknowledged(self, frame: Frame, now: float, *, landed: bool) -> None:
+        """The peer has it, or does not want it."""
+        room = frame.room
+        room.flying -= frame.load.size
+        if landed:
+            frame.part.landed += frame.load.size
+            room.link.meter.landed(frame.load.size, now, room.link.rtt, room.link.flying == 0)
+
+    def lost(self, frames: Iterable[Frame]) -> int:
+        """These were not acknowledged and never will be: they go again, first. Returns how many do."""
+        again = 0
+        for frame in sorted(frames, key=lambda f: (f.part.index, f.load.position), reverse=True):
+            room = frame.room
+            room.flying -= frame.load.size
+            if not room.cancelled:
+                room.frames.appendleft(frame)
+                room.queued += frame.load.size
+                again += 1
+        return again
+
+    # --- the future ---
+
+    def landing(self, link: Link, size: int, now: float, *, room: Room | None = None) -> float:
+        """Seconds until ``size`` bytes, asked for now, will have landed; or until all of ``room`` has.
+
+        What goes before them by rank is counted, what may come later is not.
+        """
+        bandwidth = link.estimate.bandwidth
+        if link.pace is not None:
+            bandwidth = min(bandwidth, link.pace.rate)
+        subject = room or Room(-1, link, now, size)
+        rank = subject.rank(bandwidth)
+        ahead = sum(
+            other.left
+            for other in link.rooms.values()
+            if other is not subject and (not other.background or subject.background) and other.rank(bandwidth) <= rank
+        )
+        return (ahead + link.flying + subject.left) / bandwidth + link.rtt / 2
+
+    # --- inside ---
+
+    def _others_first(self, link: Link, room: Room, now: float) -> bool:
+        """Has another link that waits for the same pace somebody to send who goes before this room?"""
+        assert link.pace is not None
+        mine = room.background, room.rank(link.estimate.bandwidth)
+        for other, until in list(link.pace.waiting.items()):
+            first = self._first(other)
+            if first is None or until < now:
+                del link.pace.waiting[other]
+            elif other is not link and (first.background, first.rank(other.estimate.bandwidth)) < mine:
+                return True
+        return False
+
+    def _first(self, link: Link) -> Room | None:
+        ready = [room for room in link.rooms.values() if room.frames]
+        if len(ready) < 2:
+            return ready[0] if ready else None
+        bandwidth = link.estimate.bandwidth
+        return min(ready, key=lambda room: (room.background, room.rank(bandwidth)))
+
+
+class Meter:
+    """Feeds an estimate with what was really sent, leaving out idle time and the first round trip after it."""
+
+    WINDOW_S = 0.2
+    LEAST_S = 0.002
+    LEAST = 64 << 10  # bytes
+
+    def __init__(self, estimate: LinkEstimate) -> None:
+        self.estimate = estimate
+        self._since: float | None = None
+        self._from_idle = False
+        self._bytes = 0
+
+    def sent(self, now: float, from_idle: bool) -> None:
+        """A frame begins; ``from_idle``: nothing else is on its way."""
+        if from_idle or self._since is None:
+            self._since, self._from_idle, self._bytes = now, True, 0
+
+    def landed(self, n: int, now: float, rtt: float, idle: bool) -> None:
+        """``n`` bytes have landed; ``idle``: nothing is on its way any more."""
+        if self._since is None:
+            return
+        self._bytes += n
+        seconds = now - self._since - (rtt if self._from_idle else 0)
+        if idle or seconds >= self.WINDOW_S:
+            if seconds >= self.LEAST_S and self._bytes >= self.LEAST:
+                self.estimate.sent(self._bytes, seconds, 0)
+            self._since, self._from_idle, self._bytes = (None if idle else now), False, 0
