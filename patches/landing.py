@@ -100,9 +100,3 @@ def release_safe(original: Callable[..., bool], manager: Any, bootstrap_room: in
     if not landings.quiet(bootstrap_room):
         return False
     return landings.senders(bootstrap_room) >= required_acks or original(manager, bootstrap_room, required_acks)
-
-
-def before_release(queue: Any, decode_req: Any) -> None:
-    """Before ``DecodeTransferQueue._release_request``: whatever the reason, even a time-out of SGLang's."""
-    if (landings := _landings()) is not None:
-        landings.end(decode_req.req.bootstrap_room)

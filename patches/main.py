@@ -444,9 +444,13 @@ def poll_transfers(original: Callable[..., list[int]], queue: Any) -> list[int]:
     return polls if seam is None else seam.prefixes.polled(polls)
 
 
-def transfer_released(result: None, queue: Any, decode_req: Any) -> None:
-    """After ``DecodeTransferQueue._release_request``."""
-    if seam := _seam():
+def release_request(original: Callable[..., None], queue: Any, decode_req: Any) -> None:
+    """Around ``DecodeTransferQueue._release_request``: whatever the reason, even a time-out of SGLang's."""
+    seam = _seam()
+    if seam is not None:
+        seam._written(decode_req.req.bootstrap_room)
+    original(queue, decode_req)
+    if seam is not None:
         seam.prefixes.released(decode_req)
 
 

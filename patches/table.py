@@ -63,7 +63,6 @@ RADIX_REGISTRY = "sglang.srt.mem_cache.registry"
 RADIX_CACHE = "sglang.srt.mem_cache.unified_radix_cache.UnifiedRadixCache"
 TREE_CORE = "sglang.srt.mem_cache.unified_cache.unified_tree_core_interface"
 RECEIVER = "sglang.srt.disaggregation.common.conn.CommonKVReceiver"
-KV_MANAGER = "sglang.srt.disaggregation.common.conn.CommonKVManager"
 
 ROLES = ("prefill", "relay", "main")
 SENDERS = ("prefill", "pace")
@@ -456,12 +455,7 @@ ENTRIES: tuple[Entry, ...] = (
     _hook(
         KV_MANAGER, "is_abort_release_safe",
         "(self, bootstrap_room, required_acks)",
-        "around", "landing:release_safe", "no page is reused while a stream may write to it", roles=("main",),
-    ),
-    _hook(
-        TRANSFER_QUEUE, "_release_request",
-        "(self, decode_req)",
-        "before", "landing:before_release", "nor after any time-out", roles=("main",),
+        "around", "landing:release_safe", "no page is reused while a stream may write to it; also asked for what is fetched again", roles=("main",),
     ),
     _calls(
         MOONCAKE, "transfer_worker",
@@ -526,7 +520,7 @@ ENTRIES: tuple[Entry, ...] = (
     _hook(
         TRANSFER_QUEUE, "_release_request",
         "(self, decode_req)",
-        "after", "main:transfer_released", "nobody writes a failed transfer's pages any more", roles=("main",),
+        "around", "main:release_request", "nobody writes a failed transfer's pages any more, even after a time-out", roles=("main",),
     ),
     _hook(
         SCHEDULER, "abort_request",
@@ -700,7 +694,6 @@ ENTRIES: tuple[Entry, ...] = (
     _calls(RECEIVER, "clear", "(self)", "what is fetched again", roles=("main",)),
     *_uses(RECEIVER, "bootstrap_infos abort_notified bootstrap_addr prefill_dp_rank", "what is fetched again", roles=("main",)),
     _calls(KV_MANAGER, "submit_prefill_recompute", "(self, kv_receiver, payload)", "what is fetched again", roles=("main",)),
-    _calls(KV_MANAGER, "is_abort_release_safe", "(self, bootstrap_room, required_acks)", "has its writer ended?", roles=("main",)),
     _calls(KV_MANAGER, "clear_deferred_abort_state", "(self, bootstrap_room)", "its writer has ended", roles=("main",)),
     *_uses(KV_MANAGER, "failure_records", "what is fetched again", roles=("main",)),
     _calls(REQ, "build_rebootstrap_payload", "(self)", "what is fetched again", roles=("main",)),

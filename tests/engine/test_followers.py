@@ -184,9 +184,10 @@ def test_what_a_failed_leader_owes_is_fetched_again_once(main: Main) -> None:
     assert copy.sent == (pages.tolist(), 0, 0)
     (payload,) = main.manager.asked
     assert payload["input_ids"] == list(text(1, 2)) and payload["bootstrap_room"] == copy.bootstrap_room
-    assert main.ignored == deque([copy.bootstrap_room])
+    assert main.ignored == deque([copy.bootstrap_room]) and main.over == []
     copy.state = KVPoll.Success
     assert main.step() == []
+    assert main.over == [copy.bootstrap_room], "streams may not write into it any more"
     assert main.step() == others
     main.finish(*others)
     assert main.at_rest() and copy.cleared

@@ -294,7 +294,7 @@ def test_pages_wait_for_whoever_may_still_write(world: World, monkeypatch: pytes
     acknowledged.set()
     assert landing.release_safe(stock, None, ROOM, 1)
     acknowledged.clear()
-    landing.before_release(None, SimpleNamespace(req=SimpleNamespace(bootstrap_room=ROOM)))
+    landings.end(ROOM)
     world.streams.close(ROOM)
     said = {"is_dummy": False, "bootstrap_room": ROOM, "kv_indices": np.array([1, 2], np.int32), "aux_index": 0}
     world.begin([1, 2])
