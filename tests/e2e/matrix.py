@@ -24,7 +24,7 @@ USUAL = {
         overlap=False,
         router="mini-lb",
         wan_rate_limit=RATE,
-        flags={"main": ("--pdd-handoff", "one-shot")},
+        flags={"main": ("--pdd-handoff", "one-shot"), "prefill": ("--pdd-wan-transport", "engine")},
     ),
     "tp2": Cluster(kind="pdd", page_size=16, overlap=True, router="rust", tp=2, wan_rate_limit=SLOW_RATE),
 }
@@ -64,8 +64,8 @@ def _seam(*main: str, features: bool = False, env: Mapping[str, str] | None = No
 
 SEAM = {"seam": _seam(features=True)}
 FULL_SEAM = {"full-seam-sync": _seam(features=True, overlap=False, page_size=16)}
-# MD's kernels are others than P's and RLD's.
-NUMERICS = {"triton": _seam("--attention-backend", "triton", env={"TRITON_INTERPRET": "1"})}
+# MD's kernels are others than P's and RLD's, and so is the number of its ranks.
+NUMERICS = {"triton": _seam("--attention-backend", "triton", env={"TRITON_INTERPRET": "1"}, tps={"main": 2})}
 # MD has room for a few requests, and takes one back now and then.
 RETRACT = {"SGLANG_TEST_RETRACT": "1", "SGLANG_TEST_RETRACT_INTERVAL": "40"}
 TIGHT = {"tight": _seam("--max-total-tokens", "700", "--enable-priority-scheduling", env=RETRACT)}
@@ -88,7 +88,7 @@ def _product() -> dict[str, Cluster]:
 # SGLang sends a block of 256 bytes a token and layer then, and Mooncake over TCP takes its time for each.
 _HETERO = replace(USUAL["tp2"], tp=1, wan_rate_limit=RATE)
 HETERO = {
-    "hetero": replace(_HETERO, tps={"main": 2}),
+    "full-hetero-md2": replace(_HETERO, tps={"main": 2}),
     "full-hetero-p2": replace(_HETERO, tps={"prefill": 2}),
     "full-hetero-rld2": replace(_HETERO, tps={"relay": 2}),
     "full-hetero-p2-rld2": replace(_HETERO, tps={"prefill": 2, "relay": 2}),
@@ -100,11 +100,9 @@ MANY = {
     "many": Cluster(kind="pdd", prefills=2, relays=2, page_size=16, wan_rate_limit=RATE),
     "full-mains": Cluster(kind="pdd", mains=2, page_size=16, wan_rate_limit=RATE),
 }
-# For what crosses the WAN by SGLang's own engine.
-ENGINE = {"engine": replace(USUAL["page16"], flags={"prefill": ("--pdd-wan-transport", "engine")})}
 CLUSTERS = {
     **{**USUAL, **FAULTS, **SEAM, **NUMERICS, **TIGHT, **HETERO, **MANY},
-    **{**ENGINE, **_product(), **PAGE64, **FULL_SEAM},
+    **{**_product(), **PAGE64, **FULL_SEAM},
 }
 DEFAULT = tuple(USUAL)
 # For tests that meet the layout at every step.

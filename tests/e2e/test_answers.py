@@ -16,7 +16,7 @@ import tasks
 from checks import Served, limit
 from client import Answer, generate
 from cluster import MODEL
-from matrix import ANSWER_TOKENS, COLD_TOKENS, ENGINE, KV_BYTES, LAYOUTS
+from matrix import ANSWER_TOKENS, COLD_TOKENS, KV_BYTES, LAYOUTS
 
 _seeds = itertools.count(1000)
 
@@ -45,7 +45,7 @@ def assert_direct(served: Served, answer: Answer) -> None:
     assert made["P"] == 1, made
 
 
-@pytest.mark.on(*LAYOUTS, *ENGINE)
+@pytest.mark.on(*LAYOUTS)
 @pytest.mark.parametrize("stream", [True, False], ids=["stream", "whole"])
 def test_cold_prompt_is_relayed(served: Served, stream: bool) -> None:
     task = cold()
@@ -53,7 +53,7 @@ def test_cold_prompt_is_relayed(served: Served, stream: bool) -> None:
     assert_relayed(served, answer)
     by_stream = served.grown("prefill", "stream.bytes{")
     assert served.grown("prefill", "wan.bytes") > 0
-    assert by_stream == 0 if served.cluster.spec == ENGINE["engine"] else by_stream > 0
+    assert by_stream == 0 if "engine" in served.cluster.spec.flags.get("prefill", ()) else by_stream > 0
     if stream:
         room = served.room(answer.rid)
         landed = served.wait_for("main", "landed", room=room)["t"]
@@ -84,7 +84,7 @@ def test_short_prompt_goes_without_relay(served: Served) -> None:
     assert_direct(served, served.ask(cold(60, 15)))
 
 
-@pytest.mark.on(*LAYOUTS, *ENGINE)
+@pytest.mark.on(*LAYOUTS)
 def test_answer_finished_before_landing(served: Served) -> None:
     answer = served.ask(cold(COLD_TOKENS, 8))
     made, extended = served.story(answer)
