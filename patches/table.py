@@ -457,6 +457,11 @@ ENTRIES: tuple[Entry, ...] = (
         "(self, bootstrap_room, required_acks)",
         "around", "landing:release_safe", "no page is reused while a stream may write to it; also asked for what is fetched again", roles=("main",),
     ),
+    _hook(
+        "sglang.srt.disaggregation.common.conn.CommonKVManager", "check_status",
+        "(self, bootstrap_room)",
+        "around", "mooncake:check_status", "a worker must not end because a room was cleared", roles=SENDERS,
+    ),
     _calls(
         MOONCAKE, "transfer_worker",
         "(self, queue, executor, staging_buffer=None, worker_index=0)",
