@@ -118,12 +118,13 @@ def served(clusters: Clusters, request: pytest.FixtureRequest) -> Iterator[Serve
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """Run each test on the clusters it names with ``@pytest.mark.on``, or on the usual ones."""
+    """Run each test on the clusters it names with ``@pytest.mark.on``, or on the usual ones; in the full run only, on
+    those that are called ``full-...`` or named with ``full:`` before it."""
     if "served" in metafunc.fixturenames:
         marker = metafunc.definition.get_closest_marker("on")
         names = marker.args if marker else DEFAULT
         params = [
-            pytest.param(name, marks=pytest.mark.full) if name.startswith("full-") else pytest.param(name)
+            pytest.param(name.removeprefix("full:"), marks=[pytest.mark.full] if name.startswith("full") else [])
             for name in names
         ]
         metafunc.parametrize("served", params, indirect=True)

@@ -14,7 +14,9 @@ import tasks
 from checks import Served, wait
 from client import Answer, generate
 from cluster import HOST
-from matrix import ANSWER_TOKENS, COLD_TOKENS, LAYOUTS
+from matrix import ANSWER_TOKENS, COLD_TOKENS, RANKS, RANKS_OF_ALL
+
+pytestmark = pytest.mark.on(*RANKS)
 
 _seeds = itertools.count(5000)
 
@@ -75,20 +77,20 @@ def _hang_up_when(served: Served, state: Callable[[Answer], bool]) -> Answer:
     return answer
 
 
-@pytest.mark.on(*LAYOUTS)
+@pytest.mark.on(*RANKS_OF_ALL)
 def test_while_eager_tokens_flow(served: Served) -> None:
     answer = _hang_up_when(served, lambda answer: len(answer.ids) >= 10)
     assert served.events("main", "emit", room=served.room(answer.rid), source="RLD")
 
 
-@pytest.mark.on(*LAYOUTS)
+@pytest.mark.on(*RANKS_OF_ALL)
 def test_at_landing(served: Served) -> None:
     caller = Caller(served.cluster.url, _cold().prompt)
     served.wait_for("main", "landed", room=served.room(caller.rid))
     caller.hang_up()
 
 
-@pytest.mark.on(*LAYOUTS)
+@pytest.mark.on(*RANKS_OF_ALL)
 def test_in_decode(served: Served) -> None:
     def md_decodes(answer: Answer) -> bool:
         if len(answer.ids) % 10 == 0:

@@ -16,11 +16,13 @@ import zmq
 from checks import Served
 from client import Answer
 from cluster import HOST, Server
-from matrix import ANSWER_TOKENS, COLD_TOKENS
+from matrix import ANSWER_TOKENS, COLD_TOKENS, ONE
 
 from sglang_pdd.protocol import MAX_MESSAGE, PROTOCOL, Chunk, Hello, Message, Stop, Tokens, Welcome, decode, encode
 
 FINGERPRINT = ("model", "tokenizer", "page_size", "kv_cache_dtype", "sampling")
+
+pytestmark = pytest.mark.on(*ONE)
 
 _seeds = itertools.count(7000)
 

@@ -16,7 +16,7 @@ from breaks import order_break
 from checks import Served, limit, wait
 from client import Answer, generate
 from cluster import HOST, MODEL
-from matrix import ANSWER_TOKENS, COLD_TOKENS, LAYOUTS
+from matrix import ANSWER_TOKENS, COLD_TOKENS, LAYOUTS, RANKS, RANKS_OF_ALL
 from test_disconnect import Caller
 
 _seeds = itertools.count(70_000)
@@ -84,7 +84,7 @@ def _followers(served: Served, family: Sequence[tasks.Task], pool: ThreadPoolExe
     return jobs
 
 
-@pytest.mark.on(*LAYOUTS)
+@pytest.mark.on(*RANKS_OF_ALL)
 def test_the_leaders_client_hangs_up(served: Served) -> None:
     """Its transfer goes on for those who follow."""
     leader, *others = _family(4)
@@ -101,7 +101,7 @@ def test_the_leaders_client_hangs_up(served: Served) -> None:
     assert _sent(served) <= SLACK * (SHARED + 4 * OWN)
 
 
-@pytest.mark.on(*LAYOUTS)
+@pytest.mark.on(*RANKS_OF_ALL)
 def test_the_leaders_transfer_fails(served: Served) -> None:
     """Those who follow fetch what they miss of it again, once."""
     leader, *others = _family(4)
@@ -119,7 +119,7 @@ def test_the_leaders_transfer_fails(served: Served) -> None:
     assert served.grown("main", "drc.refetches_failed") == 0
 
 
-@pytest.mark.on(*LAYOUTS)
+@pytest.mark.on(*RANKS_OF_ALL)
 def test_only_what_is_new_crosses(served: Served) -> None:
     """Prompt, relayed tokens and MD's own are all there when the next turn comes, to the page."""
     page = _page(served)
@@ -137,6 +137,7 @@ def test_only_what_is_new_crosses(served: Served) -> None:
         assert _sent(served) <= task.prompt_tokens - known + page + MARKS
 
 
+@pytest.mark.on(*RANKS)
 def test_a_prompt_that_lands_after_its_answer_is_kept(served: Served) -> None:
     task = tasks.cold(next(_seeds), COLD_TOKENS, 8)
     served.ask(task)
@@ -149,6 +150,7 @@ def test_a_prompt_that_lands_after_its_answer_is_kept(served: Served) -> None:
     assert served.wait_for("main", "opened", rid=answer.rid)["hit"] >= COLD_TOKENS // page * page
 
 
+@pytest.mark.on(*RANKS)
 def test_a_prompt_for_nobody_gives_way(served: Served) -> None:
     """An answer has ended, its KV is still coming, and somebody else wants the link."""
     late, other = tasks.cold(next(_seeds), 7000, 8), tasks.cold(next(_seeds), COLD_TOKENS, 40)
@@ -159,6 +161,7 @@ def test_a_prompt_for_nobody_gives_way(served: Served) -> None:
     assert _sent(served) < 7000 + COLD_TOKENS
 
 
+@pytest.mark.on(*RANKS)
 def test_a_follower_hangs_up(served: Served) -> None:
     leader, *others = _family(3)
     for task in (leader, others[1]):
