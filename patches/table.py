@@ -396,6 +396,11 @@ ENTRIES: tuple[Entry, ...] = (
         "(self, session_id, buffers, peer_buffer_addresses, lengths)",
         "around", "mooncake:batch_transfer", "pacing and cancellation", roles=SENDERS,
     ),
+    _hook(
+        "sglang.srt.disaggregation.common.conn.CommonKVManager", "check_status",
+        "(self, bootstrap_room)",
+        "around", "mooncake:check_status", "a worker must not end because a room was cleared", roles=SENDERS,
+    ),
     _calls(
         MOONCAKE, "transfer_worker",
         "(self, queue, executor, staging_buffer=None, worker_index=0)",
