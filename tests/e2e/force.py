@@ -49,7 +49,7 @@ def held(transfer):
 
     spec = forced(transfer.req)
     gone = transfer.kv_receiver is None or transfer.kv_receiver.conclude_state == KVPoll.Failed
-    free = gone or hasattr(transfer.req, "pdd_test_free")
+    free = gone or transfer.req.finished() or hasattr(transfer.req, "pdd_test_free")
     return spec and not free and len(transfer.req.output_ids) < spec[0]
 
 
