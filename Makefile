@@ -2,7 +2,7 @@
 PYTHON := .venv/bin/python
 PYTEST := $(PYTHON) -m pytest -v --durations=10
 
-.PHONY: help venv venv-path lint test test-unit test-engine test-e2e test-full demo bench-handoff
+.PHONY: help venv venv-path lint test test-unit test-kernels test-engine test-e2e test-full demo bench-handoff
 .DEFAULT_GOAL := help
 
 help:
@@ -11,6 +11,7 @@ help:
 	@echo "make lint       ruff and mypy"
 	@echo "make test       lint, unit, engine and end-to-end tests (under 30 minutes on 2 cores)"
 	@echo "make test-unit  no server: seconds"
+	@echo "make test-kernels  the kernels, interpreted and compiled ahead of time: a minute"
 	@echo "make test-full  everything, also what is marked slow"
 	@echo "make demo       three roles and a router on this machine"
 	@echo "make bench-handoff  what a handoff costs: over a WAN, and to a user (about an hour; root; ARGS=--help)"
@@ -27,10 +28,14 @@ lint: venv
 	$(PYTHON) -m mypy
 
 test: lint
-	$(MAKE) test-unit test-engine test-e2e
+	$(MAKE) test-unit test-kernels test-engine test-e2e
 
 test-unit: venv
 	$(PYTEST) tests/unit -m "not full" --timeout 60
+
+test-kernels: venv
+	TRITON_INTERPRET=1 $(PYTEST) tests/kernels -m "not full"
+	$(PYTEST) tests/kernels -m "not full"
 
 test-engine: venv
 	$(PYTEST) tests/engine -m "not full"
@@ -39,6 +44,7 @@ test-e2e: venv
 	$(PYTEST) tests/e2e -m "not full" --timeout 600
 
 test-full: lint
+	TRITON_INTERPRET=1 $(PYTEST) tests/kernels
 	PDD_TEST_FULL=1 $(PYTEST) tests --timeout 1200
 
 demo: venv

@@ -16,6 +16,7 @@ Row = Mapping[str, Any]
 LINKS = {"idle": "idle", "paced": "bulk, paced", "saturated": "bulk, unpaced"}
 COLOURS = {"idle": "#27ae60", "paced": "#e67e22", "saturated": "#c0392b"}
 MODE_COLOURS = {NONE: "#7f8c8d", "one-shot": "#c0392b", "catch-up": "#1f77b4", "auto": "#8e44ad"}
+HATCHED = {"facecolor": "white", "hatch": "///"}
 REPORT: tuple[tuple[str, ...], ...] = (
     ("KV, 4649 KB", "185", "512.6", "-"),
     ("ids, 1.5 KB, and the recompute", "305", "321.4", "4.8"),
@@ -292,6 +293,8 @@ def _draw_a(axes: Any, part: Data) -> None:
 
 
 def _draw_b(axes: Any, part: Data) -> None:
+    from matplotlib.patches import Patch
+
     margin = part["setting"]["margin_ms"] / 1000
     lines = summarise(part["rows"], margin)
     loads = list(dict.fromkeys(line["others"] for line in lines))
@@ -300,7 +303,7 @@ def _draw_b(axes: Any, part: Data) -> None:
     for line in lines:
         place = loads.index(line["others"]) + (modes.index(line["mode"]) - (len(modes) - 1) / 2) * width
         colour = MODE_COLOURS.get(line["mode"], "black")
-        for offset, name, style in ((-0.22, "worst", {"color": colour}), (0.22, "others_worst", _HATCHED)):
+        for offset, name, style in ((-0.22, "worst", {"facecolor": colour}), (0.22, "others_worst", HATCHED)):
             if line.get(name) is None:
                 continue
             x = place + offset * width
@@ -308,14 +311,10 @@ def _draw_b(axes: Any, part: Data) -> None:
             values = [value for value in line[f"{name}_all"] if value is not None]
             axes.plot([x] * len(values), values, ".", color="black", ms=4)
             axes.text(x, max(values), f"{milliseconds(line[name])}", ha="center", va="bottom", fontsize=8)
-    for mode in modes:
-        axes.bar([], [], color=MODE_COLOURS.get(mode, "black"), label=mode_name(mode))
-    axes.bar([], [], edgecolor="black", **_HATCHED, label="hatched: the worst-off of the others")
+    known = [Patch(color=MODE_COLOURS.get(mode, "black"), label=mode_name(mode)) for mode in modes]
+    known.append(Patch(facecolor="white", hatch="///", edgecolor="black", label="hatched: the worst-off of the others"))
     axes.set_xticks(range(len(loads)), [f"{count} other{'s' * (count != 1)}" for count in loads])
     axes.set_ylabel("longest gap around the handoff, ms (dots: each repetition)")
     axes.grid(axis="y", color="#d5d8dc", lw=0.6)
-    axes.legend(loc="upper left", fontsize=9)
+    axes.legend(handles=known, loc="upper left", fontsize=9)
     axes.set_title("The gap that a relayed request and its neighbours feel", loc="left", fontsize=12)
-
-
-_HATCHED = {"color": "white", "hatch": "///"}

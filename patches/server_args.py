@@ -14,7 +14,7 @@ from typing import Any
 from sglang_pdd.config import DEFAULT_HOST, FLAGS, ConfigError, PddConfig
 from sglang_pdd.config import add_flags as add_pdd_flags
 from sglang_pdd.keys import Keys, KeysError
-from sglang_pdd.patches import guard
+from sglang_pdd.patches import attention, guard
 from sglang_pdd.patches.drain import Drain
 from sglang_pdd.wan.tls import Identity
 
@@ -75,6 +75,7 @@ _UNSERVED_ENVIRONMENT = ("SGLANG_RUST_SERVER", "SGLANG_DISAGG_STAGING_BUFFER")
 
 def add_flags(_: None, parser: argparse.ArgumentParser) -> None:
     """After ``ServerArgs.add_cli_args``."""
+    attention.add_choice()
     try:
         add_pdd_flags(parser)
     except ConfigError as error:
@@ -96,6 +97,7 @@ def take_flags(_: type, args: argparse.Namespace) -> None:
             refuse_code_of_strangers(config, args)
     except (ConfigError, KeysError) as error:
         guard.fail(str(error))
+    attention.take(args, wanted=config.role == "main")
     for flag in FLAGS:
         if hasattr(args, flag.dest):
             delattr(args, flag.dest)

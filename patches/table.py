@@ -21,7 +21,7 @@ class Entry:
     msgspec struct; an attribute that only ``__init__`` and its like assign counts.
     ``signature``: parameter names with defaults and without annotations, ``(self, req, last_chunk=False)``; a default
     that is no plain literal is written ``...``. None: only existence is checked.
-    ``roles``: who relies on it: ``prefill``, ``relay``, ``main``, ``pace`` (a rate limit without a role), or ``any``.
+    ``roles``: who relies on it: ``prefill``, ``relay``, ``main``, ``pace`` (a rate limit without a role), ``attention`` (our backend), or ``any``.
     ``by``: our hook, ``module:function`` within ``sglang_pdd.patches``; called as SGLang's HookRegistry says.
     ``safe``: if our hook raises, log once, count, and go on as without it (an around hook: call the original). Only for
     hooks that change nothing before they can raise.
@@ -57,9 +57,12 @@ STREAMER = "sglang.srt.managers.scheduler_components.output_streamer.SchedulerOu
 TRANSFER_QUEUE = "sglang.srt.disaggregation.decode.DecodeTransferQueue"
 BOOTSTRAP_SERVER = "sglang.srt.disaggregation.common.conn.CommonKVBootstrapServer"
 DISAGG_UTILS = "sglang.srt.disaggregation.utils"
+ATTENTION_REGISTRY = "sglang.srt.layers.attention.attention_registry"
+TRITON_BACKEND = "sglang.srt.layers.attention.triton_backend.TritonAttnBackend"
 
 ROLES = ("prefill", "relay", "main")
 SENDERS = ("prefill", "pace")
+ATTENTION = ("main", "attention")
 
 
 def _hook(owner: str, name: str, signature: str, hook: Hook, by: str, why: str, **more: Any) -> Entry:
@@ -170,6 +173,66 @@ ENTRIES: tuple[Entry, ...] = (
         SERVER_ARGS,
         "attention_backend dtype disaggregation_decode_retraction_backup",
         "has a default of the CPU platform's", process="launcher", kind="field",
+    ),
+
+    # --- Attention: attention.py, triton_backend.py
+    *_uses(
+        "sglang.srt.arg_groups.choices",
+        "ATTENTION_BACKEND_CHOICES add_attention_backend_choices",
+        "the name pdd_triton on the command line", process="launcher",
+    ),
+    *_uses(
+        SERVER_ARGS,
+        "prefill_attention_backend decode_attention_backend",
+        "may say pdd_triton", process="launcher", kind="field",
+    ),
+    _calls(
+        ATTENTION_REGISTRY, "register_attention_backend",
+        "(name)",
+        "our class behind the name triton", roles=ATTENTION, kind="function",
+    ),
+    *_uses(ATTENTION_REGISTRY, "ATTENTION_BACKENDS", "the class behind the name triton", roles=ATTENTION),
+    *_uses("sglang.srt.layers.attention.triton_backend", "TritonAttnBackend", "ours derives from it", roles=ATTENTION, kind="class"),
+    _calls(TRITON_BACKEND, "init_forward_metadata", "(self, forward_batch)", "ours extends it", roles=ATTENTION),
+    _calls(
+        TRITON_BACKEND, "forward_extend",
+        "(self, q, k, v, layer, forward_batch, save_kv_cache=True, sinks=None, score_mod=None, aux_tensors=None)",
+        "ours replaces it for some batches", roles=ATTENTION,
+    ),
+    *_uses(
+        TRITON_BACKEND,
+        "dcp_size device dllm_attention enable_deterministic forward_metadata token_to_kv_pool",
+        "ours reads it", roles=ATTENTION,
+    ),
+    *_uses(
+        "sglang.srt.layers.attention.triton_backend.ForwardMetadata",
+        "kv_indices kv_indptr qo_indptr window_kv_indices window_kv_indptr",
+        "where a batch's prefixes lie", roles=ATTENTION, kind="field",
+    ),
+    *_uses("sglang.srt.layers.radix_attention", "AttentionType RadixAttention", "what a layer means", roles=ATTENTION, kind="class"),
+    *_uses("sglang.srt.model_executor.model_runner.ModelRunner", "model dtype", "its layers' kernels are compiled at start", roles=ATTENTION, kind="field"),
+    *_uses("sglang.srt.layers.radix_attention.AttentionType", "DECODER", "what a layer means", roles=ATTENTION),
+    *_uses(
+        "sglang.srt.layers.radix_attention.RadixAttention",
+        "attn_type is_cross_attention k_scale k_scale_float layer_id logit_cap logit_capping_method qk_head_dim scaling "
+        "sliding_window_size tp_k_head_num tp_q_head_num v_head_dim v_scale_float xai_temperature_len",
+        "what a layer means", roles=ATTENTION,
+    ),
+    *_uses(
+        "sglang.srt.mem_cache.memory_pool",
+        "MHATokenToKVPool MLATokenToKVPool",
+        "pools whose layout our kernel knows", roles=ATTENTION, kind="class",
+    ),
+    *_uses("sglang.srt.mem_cache.memory_pool.MHATokenToKVPool", "is_quantized_kv_cache", "its buffers are copies then", roles=ATTENTION),
+    *_uses(
+        "sglang.srt.model_executor.forward_batch_info.ForwardBatch",
+        "batch_size extend_prefix_lens_cpu extend_seq_lens_cpu forward_mode out_cache_loc spec_info",
+        "a batch's lengths", roles=ATTENTION, kind="field",
+    ),
+    _calls(
+        "sglang.srt.model_executor.forward_batch_info.ForwardMode", "is_extend",
+        "(self, include_draft_extend_v2=False)",
+        "a batch's kind", roles=ATTENTION,
     ),
 
     # --- Requests that would end a stock server: samples.py

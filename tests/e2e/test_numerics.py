@@ -26,3 +26,4 @@ def test_handed_over_between_kernels(served: Served) -> None:
         for found in pool.map(lambda rid: _post(served.cluster.url, _body(task.prompt, rid, {}, fields)), rids):
             same(found, expected)
     assert served.grown("main", "handoff.tokens") >= 2 + 5 + 7
+    assert "first batch for our attention kernel" in served.cluster.mains[0].log.read_text()

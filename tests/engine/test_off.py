@@ -1,9 +1,11 @@
 """Without its flags the plugin is not there; with them it is, and it says in one line what is wrong."""
 
+import json
 import os
 import subprocess
 import sys
-from pathlib import Path
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 
 import pytest
 
@@ -28,7 +30,10 @@ print("wrapped", [name for name in ("add_cli_args", "from_cli_args", "resolve_on
 """
 
 
-def launch(*argv: str, script: str = LAUNCH, **environment: str) -> subprocess.CompletedProcess:
+Done = subprocess.CompletedProcess[str]
+
+
+def launch(*argv: str, script: str = LAUNCH, **environment: str) -> Done:
     clean = {key: value for key, value in os.environ.items() if not key.startswith("PDD_")}
     return subprocess.run(
         [sys.executable, "-c", script, *argv],
@@ -39,8 +44,32 @@ def launch(*argv: str, script: str = LAUNCH, **environment: str) -> subprocess.C
     )
 
 
-def test_off():
-    done = launch("--model-path", "no-such-model", PDD_ROLE="", SGLANG_PLUGINS="pdd")  # others may be installed
+@pytest.fixture(scope="module")
+def launched(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Mapping[str, Future[Done]]]:
+    """Importing SGLang takes ten seconds of one core: all start together, as many at once as there are cores."""
+    config = tmp_path_factory.mktemp("config") / "flags.yaml"
+    config.write_text("pdd-role: main\n")
+    model = ("--model-path", "no-such-model")
+    main = (*model, "--pdd-role", "main")
+    mistakes = json.dumps([argv for argv, _ in MISTAKES])
+    jobs: dict[str, tuple[Sequence[str], str, dict[str, str]]] = {
+        "off": (model, LAUNCH, {"PDD_ROLE": "", "SGLANG_PLUGINS": "pdd"}),  # others may be installed
+        "others": (model, LAUNCH, {"PDD_PORT": "tcp://10.0.0.1:9310", "SGLANG_PLUGINS": "pdd"}),
+        "help": (("--help",), LAUNCH, {}),
+        "flag": (main, LAUNCH, {}),
+        "environment": (model, LAUNCH, {"PDD_ROLE": "main"}),
+        "config file": ((*model, "--config", str(config)), LAUNCH, {}),
+        "mistakes": ((), f"import io, sys; sys.stdin = io.StringIO({mistakes!r})\n{REFUSALS}", {}),
+        **{name: (main, LAUNCH, {name: "1"}) for name in UNSERVED},
+        "models": ((str(tmp_path_factory.mktemp("model")),), MODELS, {}),
+        "table": ((), "from sglang_pdd.patches import guard\nprint(*guard.check_all(), sep='\\n', end='')", {}),
+    }
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        yield {name: pool.submit(launch, *argv, script=s, **env) for name, (argv, s, env) in jobs.items()}
+
+
+def test_off(launched: Mapping[str, Future[Done]]):
+    done = launched["off"].result()
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines() == [
         "mode null radix False",
@@ -50,31 +79,23 @@ def test_off():
     ]
 
 
-def test_other_peoples_variables():
+def test_other_peoples_variables(launched: Mapping[str, Future[Done]]):
     """Kubernetes says where a service named ``pdd`` is."""
-    done = launch("--model-path", "no-such-model", PDD_PORT="tcp://10.0.0.1:9310", SGLANG_PLUGINS="pdd")
+    done = launched["others"].result()
     assert done.returncode == 0, done.stderr
     assert "hooks []" in done.stdout
 
 
-def test_help_has_our_group():
-    done = launch("--help")
+def test_help_has_our_group(launched: Mapping[str, Future[Done]]):
+    done = launched["help"].result()
     assert done.returncode == 0, done.stderr
     assert "\nPDD:\n" in done.stdout
     assert all(flag.option in done.stdout for flag in FLAGS)
 
 
 @pytest.mark.parametrize("by", ["flag", "environment", "config file"])
-def test_on(by: str, tmp_path: Path):
-    argv, environment = ["--model-path", "no-such-model"], {}
-    if by == "flag":
-        argv += ["--pdd-role", "main"]
-    elif by == "environment":
-        environment["PDD_ROLE"] = "main"
-    else:
-        (tmp_path / "flags.yaml").write_text("pdd-role: main\n")
-        argv += ["--config", str(tmp_path / "flags.yaml")]
-    done = launch(*argv, **environment)
+def test_on(by: str, launched: Mapping[str, Future[Done]]):
+    done = launched[by].result()
     assert done.returncode == 0, done.stderr
     assert "mode decode radix True" in done.stdout
     assert "wrapped ['add_cli_args', 'from_cli_args', 'resolve_once']" in done.stdout
@@ -113,11 +134,8 @@ MISTAKES = [
 ]
 
 
-def test_mistakes_end_the_process_with_one_line():
-    import json
-
-    script = f"import io, sys; sys.stdin = io.StringIO({json.dumps([argv for argv, _ in MISTAKES])!r})\n{REFUSALS}"
-    done = launch(script=script)
+def test_mistakes_end_the_process_with_one_line(launched: Mapping[str, Future[Done]]):
+    done = launched["mistakes"].result()
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
     assert len(lines) == len(MISTAKES), done.stdout
@@ -125,12 +143,15 @@ def test_mistakes_end_the_process_with_one_line():
         assert line.startswith("sglang-pdd: ") and words in line, (argv, line)
 
 
-@pytest.mark.parametrize("environment", [{"SGLANG_RUST_SERVER": "1"}, {"SGLANG_DISAGG_STAGING_BUFFER": "1"}])
-def test_environment_that_pdd_cannot_serve(environment: dict[str, str]):
-    done = launch("--model-path", "m", "--pdd-role", "main", **environment)
+UNSERVED = ("SGLANG_RUST_SERVER", "SGLANG_DISAGG_STAGING_BUFFER")
+
+
+@pytest.mark.parametrize("name", UNSERVED)
+def test_environment_that_pdd_cannot_serve(name: str, launched: Mapping[str, Future[Done]]):
+    done = launched[name].result()
     assert done.returncode == 1
     (line,) = [line for line in done.stderr.splitlines() if line.startswith("sglang-pdd")]
-    assert f"{next(iter(environment))}=1 is not supported with PDD: unset it" in line
+    assert f"{name}=1 is not supported with PDD: unset it" in line
 
 
 MODELS = """
@@ -152,8 +173,8 @@ print(check_model(model))
 """
 
 
-def test_models_with_other_state_than_kv(tmp_path: Path):
-    done = launch(str(tmp_path), script=MODELS)
+def test_models_with_other_state_than_kv(launched: Mapping[str, Future[Done]]):
+    done = launched["models"].result()
     assert done.returncode == 0, done.stderr
     fine, *wrong = [line for line in done.stdout.splitlines() if line == "None" or "ForCausalLM" in line]
     assert fine == "None"
@@ -162,8 +183,8 @@ def test_models_with_other_state_than_kv(tmp_path: Path):
         assert kind in line and line.endswith("PDD serves models whose only state is the KV cache")
 
 
-def test_the_table_holds_for_this_sglang():
-    done = launch(script="from sglang_pdd.patches import guard\nprint(*guard.check_all(), sep='\\n', end='')")
+def test_the_table_holds_for_this_sglang(launched: Mapping[str, Future[Done]]):
+    done = launched["table"].result()
     assert done.returncode == 0, done.stderr
     assert done.stdout == ""
 

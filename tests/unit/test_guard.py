@@ -198,6 +198,6 @@ def test_the_table_is_well_formed():
     for one in ENTRIES:
         assert (one.hook is None) == (one.by is None), one
         assert one.why, one
-        assert set(one.roles) <= {"prefill", "relay", "main", "pace", "any"} and one.roles, one
+        assert set(one.roles) <= {"prefill", "relay", "main", "pace", "attention", "any"} and one.roles, one
         if one.hook:
             assert one.kind in ("function", "method", "classmethod") and one.signature, one
