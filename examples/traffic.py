@@ -34,7 +34,7 @@ def conversations(limit: int | None = None) -> list[Call]:
     return calls
 
 
-def agents(count: int = 32, turns: int = 10, seed: int = 0) -> list[Call]:
+def agents(count: int = 32, turns: int = 11, seed: int = 0) -> list[Call]:
     """Agents with a long context: most turns add little (a hit above 95 %), some a lot, and now and then one starts
     anew or sends a few helpers out at once on what it has read so far. The mean hit is about 90 %.
     """
