@@ -13,6 +13,7 @@ import pytest
 from sglang_pdd.config import FLAGS
 from sglang_pdd.patches import bootstrap, drain
 from sglang_pdd.patches.drain import Drain
+from sglang_pdd.protocol import PROTOCOL
 
 
 class ServerStatus(Enum):
@@ -112,5 +113,5 @@ def test_route(monkeypatch):
     (resource,) = server.app.router.resources()
     (route,) = [route for route in resource if route.method == "GET"]
     answer = json.loads(asyncio.run(route.handler(None)).body)
-    assert answer == {"protocol": 1, "endpoint": "tcp://10.0.0.1:9310", "public_key": ""}
+    assert answer == {"protocol": PROTOCOL, "endpoint": "tcp://10.0.0.1:9310", "public_key": ""}
     assert resource.canonical == "/pdd"
