@@ -214,11 +214,15 @@ class MainSeam(ingress.Seam):
         return kept
 
     def _give_way(self) -> None:
-        """Nobody reads what these bring, yet: they end when others want the link or the pool."""
+        """Nobody reads what these bring, yet: they end when others want the link or the pool.
+
+        Who has only just come may follow one of them; who waits for memory is seen waiting.
+        """
         queue = self.scheduler.disagg_decode_transfer_queue.queue
         here = {id(t) for t in queue}
         self._late = [t for t in self._late if id(t) in here]
-        if len(queue) == len(self._late) and not self.scheduler.disagg_decode_prealloc_queue.queue:
+        waiting = any(r.waiting_for_input for r in self.scheduler.disagg_decode_prealloc_queue.queue)
+        if len(queue) == len(self._late) and not waiting:
             return
         late, self._late = self._late, [t for t in self._late if self.prefixes.followed(t)]
         spared = {id(t) for t in self._late}

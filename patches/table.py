@@ -707,7 +707,7 @@ ENTRIES: tuple[Entry, ...] = (
         "what is fetched again", roles=("main",),
     ),
     *_uses("sglang.srt.disaggregation.decode.DecodePreallocQueue", "queue transfer_backend", "who waits for memory", roles=("main",)),
-    *_uses(DECODE_REQUEST, "is_rebootstrap kv_receiver req host_staged", "a transfer", roles=("main",), kind="field"),
+    *_uses(DECODE_REQUEST, "is_rebootstrap kv_receiver req host_staged waiting_for_input", "a transfer", roles=("main",), kind="field"),
     *_uses(
         REQ,
         "prefix_len extend_end full_untruncated_fill_ids already_computed _cache_breakdown_computed "

@@ -70,7 +70,8 @@ def _leading(served: Served, task: tasks.Task) -> Iterator[tuple[str, int]]:
     rid, room = secrets.token_hex(8), secrets.randbits(62)
     place = {"bootstrap_host": HOST, "bootstrap_port": served.cluster.bootstrap_ports[0], "bootstrap_room": room}
     servers = (served.cluster.prefills[0], served.cluster.mains[0])
-    callers = [Caller(server.url, task.prompt, rid=rid, **place) for server in servers]
+    endless = {"temperature": 0, "max_new_tokens": ANSWER_TOKENS, "ignore_eos": True}  # no answer before it has landed
+    callers = [Caller(server.url, task.prompt, rid=rid, sampling_params=endless, **place) for server in servers]
     served.wait_for("prefill", "wan_sent", room=room)
     yield rid, room
     for caller in callers:
