@@ -226,3 +226,17 @@ def batch_transfer(
         lane.note(buffers, peer_buffer_addresses, lengths)
         return 0
     return get_lanes().transfer(send, session_id, list(zip(buffers, peer_buffer_addresses, lengths, strict=True)))
+
+
+def check_status(original: Callable[..., Any], manager: Any, bootstrap_room: int) -> Any:
+    """Around ``CommonKVManager.check_status``: a room that is cleared while a worker asks for it is over.
+
+    The worker looks whether the room is known, and then at its status; between the two the scheduler may clear it, and
+    the exception would end the worker, and with it whatever is queued there.
+    """
+    try:
+        return original(manager, bootstrap_room)
+    except KeyError:
+        if threading.current_thread() is threading.main_thread():
+            raise
+        return KVPoll.Success

@@ -458,6 +458,11 @@ ENTRIES: tuple[Entry, ...] = (
         "(self, decode_req)",
         "before", "landing:before_release", "nor after any time-out", roles=("main",),
     ),
+    _hook(
+        "sglang.srt.disaggregation.common.conn.CommonKVManager", "check_status",
+        "(self, bootstrap_room)",
+        "around", "mooncake:check_status", "a worker must not end because a room was cleared", roles=SENDERS,
+    ),
     _calls(
         MOONCAKE, "transfer_worker",
         "(self, queue, executor, staging_buffer=None, worker_index=0)",

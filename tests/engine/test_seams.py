@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any
 
@@ -101,6 +102,18 @@ def test_a_lan_session_is_neither_cut_nor_paced() -> None:
     calls: list[Any] = []
     assert lanes.transfer(lambda blocks: calls.append(blocks) or 0, "b:1", BLOCKS) == 0
     assert calls == [BLOCKS] and sent == []
+
+
+def test_a_room_that_is_cleared_under_a_worker_is_over() -> None:
+    def stock(manager: Manager, room: int) -> int:
+        return manager.request_status[room]
+
+    manager = Manager()
+    with ThreadPoolExecutor(1) as worker:
+        assert worker.submit(mooncake.check_status, stock, manager, 7).result() == KVPoll.WaitingForInput
+        assert worker.submit(mooncake.check_status, stock, manager, 8).result() == KVPoll.Success
+    with pytest.raises(KeyError):
+        mooncake.check_status(stock, manager, 8)
 
 
 def test_each_destination_has_its_lane(monkeypatch: pytest.MonkeyPatch) -> None:
