@@ -197,13 +197,13 @@ class MainSeam(ingress.Seam):
         self._late.append(session.transfer)
 
     def aborted(self, rid: str, everybody: bool) -> list[Any]:
-        """The client has gone. Transfers that others wait for go on without it; these are kept from SGLang's abort."""
+        """The client has gone. Transfers that others wait for go on without it; these are kept from SGLang's abort.
+
+        But only once P has sampled: it may be about to abort the request as well, and says nothing of that.
+        """
         queue = self.scheduler.disagg_decode_transfer_queue.queue
-        kept = [
-            t
-            for t in queue
-            if not everybody and t.req.rid.startswith(rid) and not t.req.finished() and self.prefixes.followed(t)
-        ]
+        mine = [t for t in queue if not everybody and t.req.rid.startswith(rid) and not t.req.finished()]
+        kept = [t for t in mine if t.req.output_ids and self.prefixes.followed(t)]
         for transfer in kept:
             req = transfer.req
             prepare_abort(req, "Aborted by AbortReq.", HTTPStatus.INTERNAL_SERVER_ERROR)
@@ -221,8 +221,9 @@ class MainSeam(ingress.Seam):
         queue = self.scheduler.disagg_decode_transfer_queue.queue
         here = {id(t) for t in queue}
         self._late = [t for t in self._late if id(t) in here]
-        waiting = any(r.waiting_for_input for r in self.scheduler.disagg_decode_prealloc_queue.queue)
-        if len(queue) == len(self._late) and not waiting:
+        prealloc = self.scheduler.disagg_decode_prealloc_queue
+        short = prealloc.retracted_queue or any(s.transfer is None for s in self._sessions.values())
+        if len(queue) == len(self._late) and not short and not any(r.waiting_for_input for r in prealloc.queue):
             return
         late, self._late = self._late, [t for t in self._late if self.prefixes.followed(t)]
         spared = {id(t) for t in self._late}
@@ -376,6 +377,7 @@ class MainSeam(ingress.Seam):
             and not self._leaving
             and (not transfers.queue or bool(scheduler.disagg_decode_prealloc_queue.retracted_queue))
             and not transfers.has_pending_deferred_releases()
+            and not len(self.prefixes)
             and len(scheduler.waiting_queue) == len(queue)
         )
 
@@ -440,6 +442,12 @@ def send_metadata(original: Callable[..., None], queue: Any, decode_req: Any, *a
     original(queue, decode_req, *args, **kwargs)
     if seam is not None:
         seam.opened(decode_req, kwargs["decode_prefix_len"])
+
+
+def before_admission(queue: Any, *args: Any, **kwargs: Any) -> None:
+    """Before ``DecodePreallocQueue.pop_preallocated``."""
+    if seam := _seam():
+        seam.prefixes.ask()
 
 
 def poll_transfers(original: Callable[..., list[int]], queue: Any) -> list[int]:

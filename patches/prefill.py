@@ -27,7 +27,7 @@ from sglang.srt.runtime_context import get_parallel
 
 from sglang_pdd.actions import AnswerEarly, Command, DropRelay, KnowLandings, OpenRelay
 from sglang_pdd.config import PddConfig
-from sglang_pdd.drc import hit_bin
+from sglang_pdd.drc import REFETCH, hit_bin
 from sglang_pdd.patches import ingress, mooncake, pool, streams
 from sglang_pdd.patches.drain import Drain
 from sglang_pdd.patches.logprobs import output_logprobs
@@ -177,6 +177,8 @@ class PrefillSeam(ingress.Seam):
 
     def _count_hit(self, req: Any) -> None:
         """How well MD's cache keeps up with P's."""
+        if req.rid.startswith(REFETCH):
+            return
         page, tokens = self.scheduler.token_to_kv_pool_allocator.page_size, len(req.origin_input_ids)
         name = hit_bin(req.cached_tokens, (tokens - 1) // page * page)
         self.counters.inc("drc.requests", bin=name)
@@ -335,7 +337,8 @@ class PrefillSeam(ingress.Seam):
     # --- peers ---
 
     def _sessions_of(self, room: int) -> tuple[str, ...]:
-        return tuple(self.kv_manager.transfer_infos.get(room, ()))
+        """Sorted: SGLang has them in the order in which they came."""
+        return tuple(sorted(self.kv_manager.transfer_infos.get(room, ())))
 
     def _is_lan(self, session: str) -> bool:
         return session in self._lan_sessions

@@ -21,7 +21,7 @@ from sglang.srt.disaggregation.utils import (
     poll_and_all_reduce,
 )
 
-from sglang_pdd.drc import Pages, Refetch
+from sglang_pdd.drc import REFETCH, Pages, Refetch
 from sglang_pdd.metrics import Counters
 from sglang_pdd.patches.drc import DecodeCache
 from sglang_pdd.timeline import Timeline
@@ -135,13 +135,20 @@ class Prefixes:
 
     # --- what is fetched again ---
 
+    def ask(self) -> None:
+        """Begin what could not begin for want of a metadata slot.
+
+        Also before SGLang admits anybody: who takes the last slot may wait for what is to be fetched.
+        """
+        for copy in self._copies:
+            if copy.metadata_buffer_index < 0:
+                self._ask(copy)
+
     def pump(self) -> None:
         """Once a step, after SGLang has looked at its transfers."""
         if not self._copies:
             return
-        for copy in self._copies:
-            if copy.metadata_buffer_index < 0:
-                self._ask(copy)
+        self.ask()
         flying = [c for c in self._copies if c.metadata_buffer_index >= 0 and c.deadline is None]
         draining = [c for c in self._copies if c.deadline is not None]
         queue = self._queue
@@ -193,7 +200,7 @@ class Prefixes:
         copy.receiver.send_metadata(pages, copy.metadata_buffer_index, [], decode_prefix_len=refetch.start * page)
         payload = req.build_rebootstrap_payload()
         payload["input_ids"] = [int(token) for token in req.origin_input_ids[: refetch.end * page]]
-        payload["rid"] = f"pdd-refetch-{refetch.room:019d}"
+        payload["rid"] = f"{REFETCH}{refetch.room:019d}"
         payload["bootstrap_room"] = refetch.room
         copy.receiver.kv_mgr.submit_prefill_recompute(copy.receiver, payload)
 

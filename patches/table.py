@@ -518,6 +518,11 @@ ENTRIES: tuple[Entry, ...] = (
         "around", "main:send_metadata", "the prompt is in the tree before P may answer", roles=("main",),
     ),
     _hook(
+        "sglang.srt.disaggregation.decode.DecodePreallocQueue", "pop_preallocated",
+        "(self, rids_to_check=None, pp_good_rids=None, pp_bad_rids=None)",
+        "before", "main:before_admission", "what is fetched again takes its slot first", roles=("main",),
+    ),
+    _hook(
         TRANSFER_QUEUE, "_poll_with_metadata_gate",
         "(self)",
         "around", "main:poll_transfers", "who waits for others has not landed", roles=("main",),

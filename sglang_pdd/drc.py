@@ -27,6 +27,7 @@ _DEAD = -2  # nobody is to write it, and it holds nothing: in the tree only as l
 _STRIDE = 0xD1342543DE82EF95  # odd, so that rooms map to rooms of refetches one to one
 _OFFSET = 0x2545F4914F6CDD1D
 
+REFETCH = "pdd-refetch-"  # begins the rid of a request that only fetches
 BINS = ("0-90", "90-95", "95-97", "97-98", "98-99", "99-100", "full")
 _EDGES = (90, 95, 97, 98, 99)
 

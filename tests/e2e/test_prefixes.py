@@ -73,6 +73,7 @@ def _leading(served: Served, task: tasks.Task) -> Iterator[tuple[str, int]]:
     endless = {"temperature": 0, "max_new_tokens": ANSWER_TOKENS, "ignore_eos": True}  # no answer before it has landed
     callers = [Caller(server.url, task.prompt, rid=rid, sampling_params=endless, **place) for server in servers]
     served.wait_for("prefill", "wan_sent", room=room)
+    served.wait_for("main", "emit", room=room)
     yield rid, room
     for caller in callers:
         caller.hang_up()

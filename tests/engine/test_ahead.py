@@ -61,7 +61,9 @@ def test_and_for_nothing_else() -> None:
 def test_what_main_decode_missed_by_hit_rate() -> None:
     one = seam()
     for hit, known in ((0, 0), (912, 800), (996, 992)):
-        one._count_hit(SimpleNamespace(origin_input_ids=range(1000), cached_tokens=hit, disagg_decode_prefix_len=known))
+        one._count_hit(
+            SimpleNamespace(rid="r", origin_input_ids=range(1000), cached_tokens=hit, disagg_decode_prefix_len=known)
+        )
     counters = one.counters.snapshot()
     assert {k: v for k, v in counters.items() if k.startswith("drc.missed")} == {
         "drc.missed{bin=0-90}": 0,
