@@ -108,5 +108,5 @@ DEFAULT = tuple(USUAL)
 # For tests that meet the layout at every step.
 LAYOUTS = WITH_BREAKS = (*USUAL, *_product(), *PAGE64)
 # For tests to which the layout matters little, and for those to which only the number of ranks does.
-ONE, RANKS = ("page1", "full:page16", "full:tp2"), ("page1", "full:page16", "tp2")
-RANKS_OF_ALL = (*RANKS, *_product(), *PAGE64)
+ONE = ("page1", "full:page16", "full:tp2")
+RANKS_OF_ALL = ("page1", "full:page16", "tp2", *_product(), *PAGE64)

@@ -16,7 +16,7 @@ import tasks
 from checks import Served, limit
 from client import Answer, generate
 from cluster import MODEL
-from matrix import ANSWER_TOKENS, COLD_TOKENS, KV_BYTES, LAYOUTS
+from matrix import ANSWER_TOKENS, COLD_TOKENS, KV_BYTES, LAYOUTS, ONE
 
 _seeds = itertools.count(1000)
 
@@ -140,6 +140,7 @@ def test_twenty_at_once(served: Served) -> None:
     assert served.grown("main", "tokens.emitted{source=RLD}") >= 1
 
 
+@pytest.mark.on(*ONE)
 def test_bench_serving(served: Served, tmp_path: Path) -> None:
     result = tmp_path / "bench.jsonl"
     command = [sys.executable, "-m", "sglang.bench_serving", "--backend", "sglang", "--base-url", served.cluster.url]

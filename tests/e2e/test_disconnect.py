@@ -14,9 +14,9 @@ import tasks
 from checks import Served, wait
 from client import Answer, generate
 from cluster import HOST
-from matrix import ANSWER_TOKENS, COLD_TOKENS, RANKS, RANKS_OF_ALL
+from matrix import ANSWER_TOKENS, COLD_TOKENS, ONE, RANKS_OF_ALL
 
-pytestmark = pytest.mark.on(*RANKS)
+pytestmark = pytest.mark.on(*ONE)
 
 _seeds = itertools.count(5000)
 

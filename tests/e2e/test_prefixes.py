@@ -16,7 +16,7 @@ from breaks import order_break
 from checks import Served, limit, wait
 from client import Answer, generate
 from cluster import HOST, MODEL
-from matrix import ANSWER_TOKENS, COLD_TOKENS, LAYOUTS, RANKS, RANKS_OF_ALL
+from matrix import ANSWER_TOKENS, COLD_TOKENS, LAYOUTS, ONE, RANKS_OF_ALL
 from test_disconnect import Caller
 
 _seeds = itertools.count(70_000)
@@ -139,7 +139,7 @@ def test_only_what_is_new_crosses(served: Served) -> None:
         assert _sent(served) <= task.prompt_tokens - known + page + MARKS
 
 
-@pytest.mark.on(*RANKS)
+@pytest.mark.on(*ONE)
 def test_a_prompt_that_lands_after_its_answer_is_kept(served: Served) -> None:
     task = tasks.cold(next(_seeds), COLD_TOKENS, 8)
     served.ask(task)
@@ -152,7 +152,7 @@ def test_a_prompt_that_lands_after_its_answer_is_kept(served: Served) -> None:
     assert served.wait_for("main", "opened", rid=answer.rid)["hit"] >= COLD_TOKENS // page * page
 
 
-@pytest.mark.on(*RANKS)
+@pytest.mark.on(*ONE)
 def test_a_prompt_for_nobody_gives_way(served: Served) -> None:
     """An answer has ended, its KV is still coming, and somebody else wants the link."""
     late, other = tasks.cold(next(_seeds), 7000, 8), tasks.cold(next(_seeds), COLD_TOKENS, 40)
@@ -165,7 +165,7 @@ def test_a_prompt_for_nobody_gives_way(served: Served) -> None:
     assert _sent(served) < 7000 + COLD_TOKENS
 
 
-@pytest.mark.on(*RANKS)
+@pytest.mark.on(*ONE)
 def test_a_follower_hangs_up(served: Served) -> None:
     leader, *others = _family(3)
     for task in (leader, others[1]):
