@@ -202,9 +202,9 @@ def _group_members(group: int) -> list[int]:
 
 
 def free_port() -> int:
-    """A port that nobody listens on, outside the range from which the kernel picks ports of its own."""
+    """A port that nobody listens on, outside the ranges from which the kernel and Mooncake pick ports of their own."""
     while True:
-        port = random.SystemRandom().randint(10000, 32000)
+        port = random.SystemRandom().randint(17001, 32000)
         if port in _handed_out:
             continue
         with socket.socket() as probe:
@@ -386,6 +386,7 @@ class Running:
         name, port, spec = f"{self.spec.kind}-{role}{index}", free_port(), self.spec
         command = [sys.executable, "-m", "sglang.launch_server", "--model-path", str(spec.model)]
         command += ["--host", HOST, "--port", str(port), "--max-total-tokens", str(spec.max_total_tokens)]
+        command += ["--nccl-port", str(free_port())]  # SGLang would pick one that another server is about to take
         tp = spec.tps.get(role, spec.tp)
         command += ["--page-size", str(spec.page_size), "--tp", str(tp), *CPU_FLAGS, *FAST_START]
         command += [] if spec.overlap else ["--disable-overlap-schedule"]
