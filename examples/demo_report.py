@@ -297,9 +297,9 @@ class _Lanes:
             self._bar("MD", own, finish, colour, f"decodes the other {self.row.tokens['MD']} tokens")
         if extend is not None and own is not None:
             self._bar("MD", extend, own, "#154360", hatch="///", edgecolor="white")
-            count = self.story.first("main", "extend")
-            tokens = count["n"] if count else 0
-            text = f"KV landed: one pass over {tokens} tokens, then MD goes on"
+            passes = [int(e["n"]) for e in self.story.main if e["event"] == "extend"]
+            how = "one pass" if len(passes) == 1 else f"{len(passes)} passes"
+            text = f"KV landed: {how} over {sum(passes)} tokens, then MD goes on"
             self._note(
                 text, extend, LANES["MD"] + BAR / 2, max(0.0, extend - 0.38 * self.end), LANES["MD"] + 0.36, "#154360"
             )
