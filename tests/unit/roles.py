@@ -155,9 +155,10 @@ class RNode(Node):
         make = scenario.machines.get("relay", Relay)
         self.machine: Relay = make(COUNTERS, scenario.capacity, 10_000, lambda key: True)
         self.jobs: dict[int, _Relayed] = {}
+        self.draining = False
 
     def beat(self) -> None:
-        hello = Hello("relay", "", (), {}, "", self.scenario.capacity, len(self.machine))
+        hello = Hello("relay", "", (), {}, "", self.machine.capacity, len(self.machine))
         self.out += [Packet(self.id, f"p{i}", hello) for i in range(self.scenario.prefills)]
 
     def notice(self, peer: str, signal: Signal) -> None:
@@ -175,6 +176,7 @@ class RNode(Node):
     def carry_out(self, command: Command) -> None:
         if isinstance(command, StartDecode):
             require(command.relay_room not in self.jobs, "RLD's engine gets a request twice")
+            require(self.scenario.lag or not self.draining, "RLD takes a relay although it is to end")
             prefill = command.bootstrap.partition(":")[0]
             self.jobs[command.relay_room] = _Relayed(command.request.prompt[0], prefill)
             self.signal(prefill, Ready(command.relay_room))
@@ -189,6 +191,13 @@ class RNode(Node):
                 yield ("end", relay_room), None
         if any(j.running and not j.stopping for j in self.jobs.values()):
             yield ("decode",), None
+        if not self.draining:
+            yield ("drain",), "drain"
+
+    def drain(self) -> None:
+        """This server is to end."""
+        self.draining = True
+        self.machine._draining = _yes
 
     def decode(self) -> None:
         """One step of the whole batch."""
@@ -230,6 +239,10 @@ class RNode(Node):
 
     def is_idle(self) -> bool:
         return not (self.jobs or self.queue or len(self.machine))
+
+
+def _yes() -> bool:
+    return True
 
 
 @dataclass(frozen=True, slots=True)

@@ -33,6 +33,7 @@ NETWORK = frozenset({"drop", "repeat", "cut"})
 ENGINES = frozenset({"lan", "wan", "leave", "full", "pause"})
 CRASHES = frozenset({"crash p", "crash r", "crash m"})
 ALL = NETWORK | ENGINES | CRASHES
+DRAIN = frozenset({"drain"})
 
 ONE = (Question(1, 3),)
 TWO = (Question(1, 2), Question(2, 2))
@@ -56,6 +57,7 @@ SMALL = {
     "catch-up": (Scenario((Question(1, 4, beyond=1),), step=2, catch_up=1, faults=1, kinds=ALL), 26_103),
     "another first token": (Scenario(ONE, lies=True, faults=1, kinds=ALL), 26_843),
     "commands take their time": (Scenario(ONE, lag=True, faults=1, kinds=ENGINES), 23_445),
+    "a relay that is to end": (Scenario(ONE, faults=1, ticks=1, kinds=DRAIN), 15_937),
     "two share a relay": (Scenario(TWO, capacity=2, step=2), 71_521),
 }
 LARGE = {
@@ -71,6 +73,7 @@ LARGE = {
     "two want one relay": (Scenario(TWO, faults=1, kinds=ALL), 291_087),
     "two share a relay and are handed over": (Scenario((Question(1, 3), TWO[1]), capacity=2, step=2), 203_813),
     "two share a relay, token by token": (Scenario(TWO, capacity=2), 273_201),
+    "two share a relay that is to end": (Scenario(TWO, capacity=2, step=2, faults=1, kinds=DRAIN), 154_554),
     "two share a relay, and a fault": (Scenario(TWO, capacity=2, step=2, faults=1, kinds=ALL), 2_073_673),
 }
 
@@ -119,7 +122,7 @@ def random_scenario(rng: random.Random) -> Scenario:
         capacity=rng.randint(1, 3),
         step=rng.randint(1, 3),
         faults=rng.randint(0, 10),
-        kinds=frozenset(kind for kind in sorted(ALL) if rng.random() < 0.5),
+        kinds=frozenset(kind for kind in sorted(ALL | DRAIN) if rng.random() < 0.5),
         catch_up=rng.randint(0, 2),
         lag=rng.random() < 0.5,
         beats=rng.random() < 0.5,
@@ -213,6 +216,16 @@ class Hospitable(Relay):
         return None
 
 
+class Devoted(Relay):
+    """Takes relays to its very end."""
+
+    def _refusal(self, *args: Any) -> str | None:
+        draining, self._draining = self._draining, lambda: False
+        reason = super()._refusal(*args)
+        self._draining = draining
+        return reason
+
+
 class Clinging(Prefill):
     """Never drops a relay."""
 
@@ -240,6 +253,7 @@ MUTANTS: dict[Callable[..., Any], tuple[Scenario, str]] = {
     Deaf: (Scenario(ONE), "goes on for ever"),
     Patient: (Scenario(ONE), "RLD goes on without word from MD"),
     Hospitable: (Scenario(TWO, ticks=1), "more relays than RLD has room for"),
+    Devoted: (Scenario(ONE, faults=1, kinds=DRAIN), "although it is to end"),
     Clinging: (Scenario(ONE), "P holds a relay that has no copy"),
     Forward: (Scenario(ONE), "stranger"),
 }
