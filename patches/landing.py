@@ -57,9 +57,6 @@ class Landings:
             if not self._receiver.wait_quiet(name):
                 logger.error("PDD: room %d is still being written to", room)
 
-    def shutdown(self) -> None:
-        self._receiver.shutdown()
-
 
 def listen(memory: Memory, config: PddConfig, rank: int, counters: Counters) -> tuple[Receiver, Landing]:
     """Take streams for this rank's memory. Ends the process if that cannot be."""
