@@ -10,6 +10,7 @@ from sglang.srt.disaggregation.utils import prepare_abort
 
 from sglang_pdd.patches import ingress
 from sglang_pdd.patches.prefixes import Prefixes
+from sglang_pdd.protocol import Awaited
 
 
 class Late:
@@ -17,13 +18,22 @@ class Late:
 
     Args:
         gone: called with a transfer that goes on although its client has gone, before the client's output ends.
+        tell: says a message to the prefill of a request.
     """
 
-    def __init__(self, scheduler: Any, prefixes: Prefixes, gone: Callable[[Any], None]) -> None:
+    def __init__(
+        self,
+        scheduler: Any,
+        prefixes: Prefixes,
+        gone: Callable[[Any], None],
+        tell: Callable[[Any, Awaited], None],
+    ) -> None:
         self._scheduler = scheduler
         self._prefixes = prefixes
         self._gone = gone
+        self._tell = tell
         self._transfers: list[Any] = []
+        self._idle: set[int] = set()  # rooms for which nobody waits, and P knows
 
     def __len__(self) -> int:
         return len(self._transfers)
@@ -35,6 +45,7 @@ class Late:
 
     def keep(self, transfer: Any) -> None:
         """Its answer is complete."""
+        self._idle.discard(transfer.req.bootstrap_room)
         self._transfers.append(transfer)
 
     def aborted(self, rid: str) -> list[Any]:
@@ -53,7 +64,7 @@ class Late:
         return kept
 
     def step(self, short: bool) -> None:
-        """Once a step: who is in the way of others ends.
+        """Once a step: P hears for whom nobody waits any more, or somebody again; who is in the way of others ends.
 
         Who has only just come may follow one of them; who waits for memory is seen waiting.
 
@@ -62,12 +73,22 @@ class Late:
         """
         here = {id(t) for t in self._queue}
         self._transfers = [t for t in self._transfers if id(t) in here]
+        idle = [t for t in self._transfers if not self._prefixes.followed(t)]
         prealloc = self._scheduler.disagg_decode_prealloc_queue
         short = short or prealloc.retracted_queue or any(r.waiting_for_input for r in prealloc.queue)
-        if not short and len(self._queue) == len(self._transfers):
-            return
-        idle = [t for t in self._transfers if not self._prefixes.followed(t)]
-        self._transfers = [t for t in self._transfers if self._prefixes.followed(t)]
+        if short or len(self._queue) > len(self._transfers):
+            self._give_way(idle)
+            idle = []
+        rooms = {t.req.bootstrap_room for t in idle}
+        for transfer in self._transfers:
+            room = transfer.req.bootstrap_room
+            if (room in rooms) != (room in self._idle):
+                self._tell(transfer.req, Awaited(room, room not in rooms))
+        self._idle = rooms
+
+    def _give_way(self, idle: list[Any]) -> None:
+        ended = {id(t) for t in idle}
+        self._transfers = [t for t in self._transfers if id(t) not in ended]
         for transfer in idle:
             # P may still write into these pages: SGLang holds them until P acknowledges the abort.
             transfer.kv_receiver.abort()

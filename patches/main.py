@@ -28,6 +28,7 @@ from sglang_pdd.patches.landing import Landings, listen
 from sglang_pdd.patches.late import Late
 from sglang_pdd.patches.logprobs import append_output_logprob
 from sglang_pdd.patches.prefixes import Prefixes
+from sglang_pdd.protocol import Message
 
 BUSY = 50  # percent of its relays, from which on a relay is handed over from in one shot
 
@@ -82,7 +83,7 @@ class MainSeam(ingress.Seam):
             self._places = ingress.all_ranks(place)
         self.machine = Main(self.counters, scheduler.model_config.vocab_size)
         self.prefixes = Prefixes(scheduler, self.counters, self.timeline, self.machine.ignore, self._written)
-        self.late = Late(scheduler, self.prefixes, self._client_gone)
+        self.late = Late(scheduler, self.prefixes, self._client_gone, self._tell)
         if self.rank == 0:
             self.connect(self.machine, listen=True)
 
@@ -196,6 +197,11 @@ class MainSeam(ingress.Seam):
             self._leave(req)
             return
         self.late.keep(session.transfer)
+
+    def _tell(self, req: Any, message: Message) -> None:
+        """Say this to the prefill of a request."""
+        if self.node is not None:
+            self.node.tell(f"{req.bootstrap_host}:{req.bootstrap_port}", message)
 
     def _client_gone(self, transfer: Any) -> None:
         room = transfer.req.bootstrap_room
