@@ -25,7 +25,7 @@ from sglang.srt.disaggregation.utils import (
 from sglang.srt.managers.schedule_batch import FINISH_LENGTH
 from sglang.srt.runtime_context import get_parallel
 
-from sglang_pdd.actions import AnswerEarly, Command, DropRelay, KnowLandings, OpenRelay
+from sglang_pdd.actions import AnswerEarly, Command, Demote, DropRelay, KnowLandings, OpenRelay
 from sglang_pdd.config import PddConfig
 from sglang_pdd.drc import REFETCH, hit_bin
 from sglang_pdd.patches import ingress, mooncake, pool, streams
@@ -113,6 +113,8 @@ class PrefillSeam(ingress.Seam):
             self._open(command)
         elif isinstance(command, KnowLandings) and self._streams is not None:
             self._streams.know(command.sessions, command.landings)
+        elif isinstance(command, Demote):
+            self._demote(command)
         elif isinstance(command, DropRelay) and (relay := self._relays.get(command.relay_room)):
             self._end(relay, "relay_dropped", why=command.why)
 
@@ -142,6 +144,15 @@ class PrefillSeam(ingress.Seam):
             predicted_ms=round(landing_ms, 1),
         )
         self.do(self.machine.bootstrapped(Job(room, sessions, request_of(req), landing_ms, obstacle(req))))
+
+    def _demote(self, command: Demote) -> None:
+        """MD's request has ended before its KV landed; or others have come who want that."""
+        room = command.room
+        if self._streams is None or room not in self._requests or not {*self._sessions_of(room)} <= {*command.sessions}:
+            return
+        if self._streams.demote(room, command.demoted):
+            self.counters.inc("wan.demoted", int(command.demoted))
+            self.timeline.event("demoted" if command.demoted else "promoted", room)
 
     def _leaders(self, req: Any, sessions: tuple[str, ...]) -> dict[int, int]:
         """Rooms that must land before this request can run, and how many of their tokens were not sent yet.
