@@ -24,7 +24,7 @@ KINDS = {
 }
 WHAT = {
     "cold": "Cold prompts: 1500 new tokens each, one request after the other",
-    "turns": "Conversations: four turns, two requests at once",
+    "turns": "Conversations of three turns, two requests at once",
     "agents": "Agents: eight at once fork from one new context",
     "mix": "80 % high-hit, 20 % cold, four requests at once",
 }

@@ -45,15 +45,15 @@ class Sizes:
     """What the workloads are made of."""
 
     prompt: int = 1500
-    answers: tuple[int, ...] = (24, 48, 128)
+    answers: tuple[int, ...] = (24, 48, 96)
     cold: int = 40
-    conversations: int = 8
-    turns: int = 4
+    conversations: int = 6
+    turns: int = 3
     turn: int = 150
     agents: int = 8
-    contexts: int = 4
+    contexts: int = 3
     own: int = 90
-    mixed: int = 30
+    mixed: int = 20
     answer: int = 24
 
 
