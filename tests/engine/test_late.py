@@ -90,6 +90,26 @@ def test_who_is_in_the_way_ends(side: Side, wanted: str) -> None:
     assert not side.main.manager.failure_records
 
 
+def test_what_is_fetched_again_for_nobody(side: Side) -> None:
+    """It goes last, comes back for whoever follows it, and gives way like a prompt whose answer is complete."""
+    leader, follower = side.main.admit(text(1, 2, 3)), side.main.admit(text(1, 2, 4))
+    for transfer in (leader, follower):
+        transfer.kv_receiver.abort()
+        side.main.step()
+    (copy,) = side.main.copies()
+    room = copy.bootstrap_room
+    side.step()
+    assert side.said == [Awaited(room, False)]
+    last = side.main.admit(text(1, 2, 5))
+    side.step()
+    assert side.said[1:] == [Awaited(room, True)] and copy.state != KVPoll.Failed
+    last.kv_receiver.abort()
+    side.main.step()
+    side.main.admit(text(8))
+    side.step()
+    assert copy.state == KVPoll.Failed and len(side.said) == 2
+
+
 def test_a_room_that_is_used_again(side: Side) -> None:
     first = side.finish(text(1))
     side.step()
