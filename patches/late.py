@@ -76,14 +76,17 @@ class Late:
         """
         here = {id(t) for t in self._queue}
         self._transfers = [t for t in self._transfers if id(t) in here]
-        idle = [t for t in self._transfers if not self._prefixes.followed(t)]
+        late = {t.req.bootstrap_room for t in self._transfers}
+        idle = [t for t in self._transfers if not self._prefixes.followed(t, besides=late)]
         prealloc = self._scheduler.disagg_decode_prealloc_queue
         short = short or prealloc.retracted_queue or any(r.waiting_for_input for r in prealloc.queue)
         if short or len(self._queue) > len(self._transfers):
+            self._prefixes.give_up(besides=late)
             self._give_way(idle)
             told, self._idle = self._idle, {}
         else:
-            told, self._idle = self._idle, {t.req.bootstrap_room: t.req for t in idle} | self._prefixes.orphans()
+            told, self._idle = self._idle, {t.req.bootstrap_room: t.req for t in idle}
+            self._idle |= self._prefixes.orphans(besides=late)
         for room in self._idle.keys() - told.keys():
             self._tell(self._idle[room], Awaited(room, False))
         for room in told.keys() - self._idle.keys():
@@ -91,7 +94,6 @@ class Late:
                 self._tell(told[room], Awaited(room, True))
 
     def _give_way(self, idle: list[Any]) -> None:
-        self._prefixes.give_up()
         ended = {id(t) for t in idle}
         self._transfers = [t for t in self._transfers if id(t) not in ended]
         for transfer in idle:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -90,9 +90,12 @@ class Prefixes:
     def _queue(self) -> Any:
         return self._scheduler.disagg_decode_transfer_queue
 
-    def followed(self, transfer: Any) -> bool:
-        """Does anybody wait for what this transfer brings?"""
-        return self._knows(transfer) and self.cache.pending.followed(transfer.req.bootstrap_room)
+    def followed(self, transfer: Any, besides: Set[int] = frozenset()) -> bool:
+        """Does anybody wait for what this transfer brings, besides these rooms?"""
+        return self._knows(transfer) and self._awaited(transfer.req.bootstrap_room, besides)
+
+    def _awaited(self, room: int, besides: Set[int]) -> bool:
+        return not self.cache.pending.followers(room).keys() <= besides
 
     # --- a transfer's way ---
 
@@ -162,14 +165,17 @@ class Prefixes:
             else:
                 self._ask(copy)
 
-    def orphans(self) -> dict[int, Any]:
-        """What is fetched again although nobody waits for it any more: rooms, and requests to the same P."""
-        followed = self.cache.pending.followed
-        return {c.refetch.room: c.req for c in self._copies if c.flying and not followed(c.refetch.room)}
+    def orphans(self, besides: Set[int] = frozenset()) -> dict[int, Any]:
+        """What is fetched again although nobody waits for it any more, besides these rooms.
 
-    def give_up(self) -> None:
+        Returns rooms, and requests to the same P.
+        """
+        flying = [c for c in self._copies if c.flying]
+        return {c.refetch.room: c.req for c in flying if not self._awaited(c.refetch.room, besides)}
+
+    def give_up(self, besides: Set[int] = frozenset()) -> None:
         """Others want the link or the pool: what nobody waits for ends."""
-        orphans = self.orphans()
+        orphans = self.orphans(besides)
         for copy in [c for c in self._copies if c.refetch.room in orphans]:
             copy.given_up = True
             copy.receiver.abort()

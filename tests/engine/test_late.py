@@ -66,17 +66,15 @@ def test_somebody_comes_to_wait_for_it(side: Side) -> None:
     room = first.req.bootstrap_room
     assert side.said == [Awaited(room, False), Awaited(room, True)]
     assert first.kv_receiver.state != KVPoll.Failed
-    side.late.keep(follower)  # his answer, too, is complete; he still waits, so there is one whom nobody awaits
+    side.late.keep(follower)  # this answer, too, is complete: nobody is left who waits for either
     side.step()
-    assert side.said[2:] == [Awaited(follower.req.bootstrap_room, False)]
+    assert set(side.said[2:]) == {Awaited(t.req.bootstrap_room, False) for t in (first, follower)}
 
 
 @pytest.mark.parametrize("wanted", ["link", "pool", "memory", "retracted"])
 def test_who_is_in_the_way_ends(side: Side, wanted: str) -> None:
-    idle, led = side.finish(text(1, 2)), side.finish(text(3, 4))
+    idle = [side.finish(text(*pages)) for pages in ((1, 2), (3, 4), (3, 4, 5))]
     side.step()
-    follower = side.main.admit(text(3, 4, 5))
-    side.late.keep(follower)
     queue = side.scheduler.disagg_decode_prealloc_queue
     if wanted == "link":
         side.main.admit(text(6))
@@ -85,9 +83,19 @@ def test_who_is_in_the_way_ends(side: Side, wanted: str) -> None:
     elif wanted == "retracted":
         queue.retracted_queue.append(None)
     side.step(short=wanted == "memory")
-    assert [t.kv_receiver.state == KVPoll.Failed for t in (idle, led, follower)] == [True, False, True]
-    assert len(side.late) == 1 and side.said[-1] == Awaited(led.req.bootstrap_room, True)
+    assert all(t.kv_receiver.state == KVPoll.Failed for t in idle) and len(side.late) == 0
     assert not side.main.manager.failure_records
+    side.main.step()
+    assert not side.main.copies(), "fetched again, for nobody"
+
+
+def test_who_is_waited_for_does_not_give_way(side: Side) -> None:
+    idle, led = side.finish(text(1, 2)), side.finish(text(3, 4))
+    side.step()
+    side.main.admit(text(3, 4, 5))
+    side.step()
+    assert [t.kv_receiver.state == KVPoll.Failed for t in (idle, led)] == [True, False]
+    assert len(side.late) == 1 and side.said[2:] == [Awaited(led.req.bootstrap_room, True)]
 
 
 def test_what_is_fetched_again_for_nobody(side: Side) -> None:
