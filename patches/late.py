@@ -90,7 +90,7 @@ class Late:
         for room in self._idle.keys() - told.keys():
             self._tell(self._idle[room], Awaited(room, False))
         for room in told.keys() - self._idle.keys():
-            if self._prefixes.cache.pending.followed(room):
+            if self._prefixes.awaited(room, besides=late):
                 self._tell(told[room], Awaited(room, True))
 
     def _give_way(self, idle: list[Any]) -> None:

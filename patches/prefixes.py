@@ -92,9 +92,10 @@ class Prefixes:
 
     def followed(self, transfer: Any, besides: Set[int] = frozenset()) -> bool:
         """Does anybody wait for what this transfer brings, besides these rooms?"""
-        return self._knows(transfer) and self._awaited(transfer.req.bootstrap_room, besides)
+        return self._knows(transfer) and self.awaited(transfer.req.bootstrap_room, besides)
 
-    def _awaited(self, room: int, besides: Set[int]) -> bool:
+    def awaited(self, room: int, besides: Set[int]) -> bool:
+        """Does anybody wait for what comes under this room, besides these?"""
         return not self.cache.pending.followers(room).keys() <= besides
 
     # --- a transfer's way ---
@@ -171,7 +172,7 @@ class Prefixes:
         Returns rooms, and requests to the same P.
         """
         flying = [c for c in self._copies if c.flying]
-        return {c.refetch.room: c.req for c in flying if not self._awaited(c.refetch.room, besides)}
+        return {c.refetch.room: c.req for c in flying if not self.awaited(c.refetch.room, besides)}
 
     def give_up(self, besides: Set[int] = frozenset()) -> None:
         """Others want the link or the pool: what nobody waits for ends."""
