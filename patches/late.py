@@ -33,7 +33,7 @@ class Late:
         self._gone = gone
         self._tell = tell
         self._transfers: list[Any] = []
-        self._idle: set[int] = set()  # rooms for which nobody waits, and P knows
+        self._idle: dict[int, Any] = {}  # rooms for which nobody waits, as P knows, and requests to the same P
 
     def __len__(self) -> int:
         return len(self._transfers)
@@ -45,14 +45,17 @@ class Late:
 
     def keep(self, transfer: Any) -> None:
         """Its answer is complete."""
-        self._idle.discard(transfer.req.bootstrap_room)
+        self._idle.pop(transfer.req.bootstrap_room, None)
         self._transfers.append(transfer)
 
-    def aborted(self, rid: str) -> list[Any]:
+    def aborted(self, rid: str, everybody: bool) -> list[Any]:
         """The client has gone. Returns the transfers that go on without it, since others wait for them.
 
         But only once P has sampled: it may be about to abort the request as well, and says nothing of that.
         """
+        if everybody:
+            self._prefixes.all_aborted()
+            return []
         mine = [t for t in self._queue if t.req.rid.startswith(rid) and not t.req.finished()]
         kept = [t for t in mine if t.req.output_ids and self._prefixes.followed(t)]
         for transfer in kept:
@@ -73,18 +76,22 @@ class Late:
         """
         here = {id(t) for t in self._queue}
         self._transfers = [t for t in self._transfers if id(t) in here]
-        idle = [t for t in self._transfers if not self._prefixes.followed(t)]
+        late = {t.req.bootstrap_room for t in self._transfers}
+        idle = [t for t in self._transfers if not self._prefixes.followed(t, besides=late)]
         prealloc = self._scheduler.disagg_decode_prealloc_queue
         short = short or prealloc.retracted_queue or any(r.waiting_for_input for r in prealloc.queue)
         if short:
+            self._prefixes.give_up(besides=late)
             self._give_way(idle)
-            idle = []
-        rooms = {t.req.bootstrap_room for t in idle}
-        for transfer in self._transfers:
-            room = transfer.req.bootstrap_room
-            if (room in rooms) != (room in self._idle):
-                self._tell(transfer.req, Awaited(room, room not in rooms))
-        self._idle = rooms
+            told, self._idle = self._idle, {}
+        else:
+            told, self._idle = self._idle, {t.req.bootstrap_room: t.req for t in idle}
+            self._idle |= self._prefixes.orphans(besides=late)
+        for room in self._idle.keys() - told.keys():
+            self._tell(self._idle[room], Awaited(room, False))
+        for room in told.keys() - self._idle.keys():
+            if self._prefixes.awaited(room, besides=late):
+                self._tell(told[room], Awaited(room, True))
 
     def _give_way(self, idle: list[Any]) -> None:
         ended = {id(t) for t in idle}
@@ -102,7 +109,7 @@ class Late:
 def abort_request(original: Callable[..., None], scheduler: Any, recv_req: Any) -> None:
     """Around ``Scheduler.abort_request``: it does not see the transfers that go on."""
     late: Late | None = getattr(ingress.seam, "late", None)
-    kept = late.aborted(recv_req.rid) if late is not None and not recv_req.abort_all else []
+    kept = late.aborted(recv_req.rid, recv_req.abort_all) if late is not None else []
     if not kept:
         return original(scheduler, recv_req)
     transfers = scheduler.disagg_decode_transfer_queue

@@ -274,7 +274,7 @@ class MainSeam(ingress.Seam):
     def begin_step(self) -> None:
         """Requests have been received, nothing else has happened yet in this step."""
         scheduler, req = self.scheduler, self._middle
-        if len(self.late):
+        if len(self.late) or len(self.prefixes):
             self.late.step(short=any(s.transfer is None for s in self._sessions.values()))
         extend.merge_last(scheduler, req)
         self._middle = None

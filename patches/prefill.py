@@ -27,7 +27,7 @@ from sglang.srt.runtime_context import get_parallel
 
 from sglang_pdd.actions import AnswerEarly, Command, Demote, DropRelay, KnowLandings, OpenRelay
 from sglang_pdd.config import PddConfig
-from sglang_pdd.drc import REFETCH, hit_bin
+from sglang_pdd.drc import hit_bin, waiting_tokens
 from sglang_pdd.patches import ingress, mooncake, pool, streams
 from sglang_pdd.patches.drain import Drain
 from sglang_pdd.patches.logprobs import output_logprobs
@@ -131,6 +131,8 @@ class PrefillSeam(ingress.Seam):
         leaders = self._leaders(req, sessions)
         own, ahead = self._bytes_of_rank(missing), sum(leaders.values())
         landing_ms = self._streams.open(room, own, leaders) if self._streams is not None else None
+        if self._streams is not None and (tokens := waiting_tokens(req.rid)) is not None:
+            self._streams.urge(room, self._bytes_of_rank(tokens))
         if self.node is None:
             return
         if landing_ms is None:
@@ -218,7 +220,7 @@ class PrefillSeam(ingress.Seam):
 
     def _count_hit(self, req: Any) -> None:
         """How well MD's cache keeps up with P's."""
-        if req.rid.startswith(REFETCH):
+        if waiting_tokens(req.rid) is not None:
             return
         page, tokens = self.scheduler.token_to_kv_pool_allocator.page_size, len(req.origin_input_ids)
         name = hit_bin(req.cached_tokens, (tokens - 1) // page * page)

@@ -144,7 +144,7 @@ class Streams:
             name = room_id(room, info.dst_kv_indices.tobytes(), info.dst_aux_index)
             peers[info.mooncake_session_id] = self._peer(info.mooncake_session_id), name
             self._rooms[name] = room
-        share = size if self.manager.is_mla_backend else size // len(infos)
+        share = self._share(size, len(infos))
         landing_ms = max(peer.landing_ms(share) for peer, _ in peers.values())
         for lane in [self._lanes[leader] for leader in leaders if leader in self._lanes]:
             for peer, name in lane.peers.values():
@@ -172,6 +172,12 @@ class Streams:
         if (lane := self._lanes.get(room)) is not None:
             lane.cancel()
 
+    def urge(self, room: int, size: int) -> None:
+        """Somebody waits for it who has ``size`` bytes of his own to come."""
+        if (lane := self._lanes.get(room)) is not None:
+            for peer, name in lane.peers.values():
+                peer.urge(name, self._share(size, len(lane.peers)))
+
     def demote(self, room: int, demoted: bool) -> bool:
         """Nobody waits for it, or somebody does again. False: it does not go by stream, and keeps its place."""
         lane = self._lanes.get(room)
@@ -192,6 +198,10 @@ class Streams:
         for _, name in lane.peers.values():
             self._rooms.pop(name, None)
         self._drop_unused(lane.peers)
+
+    def _share(self, size: int, ranks: int) -> int:
+        """What one of so many ranks gets of ``size`` bytes."""
+        return size if self.manager.is_mla_backend else size // ranks
 
     def _drop_unused(self, sessions: Iterable[str]) -> None:
         """Of main decodes that are gone, those with nothing on its way; the transport gives the others up by itself."""

@@ -705,7 +705,12 @@ ENTRIES: tuple[Entry, ...] = (
     *_uses(RECEIVER, "bootstrap_infos abort_notified bootstrap_addr prefill_dp_rank", "what is fetched again", roles=("main",)),
     _calls(KV_MANAGER, "submit_prefill_recompute", "(self, kv_receiver, payload)", "what is fetched again", roles=("main",)),
     _calls(KV_MANAGER, "clear_deferred_abort_state", "(self, bootstrap_room)", "its writer has ended", roles=("main",)),
-    *_uses(KV_MANAGER, "failure_records", "what is fetched again", roles=("main",)),
+    _hook(
+        KV_MANAGER, "_fail_prefill_recompute",
+        "(self, kv_receiver, reason)",
+        "around", "prefixes:recompute_failed", "P does not answer; or what is over must not come back", roles=("main",),
+    ),
+    *_uses(KV_MANAGER, "failure_records waiting_timeout", "what is fetched again", roles=("main",)),
     _calls(REQ, "build_rebootstrap_payload", "(self)", "what is fetched again", roles=("main",)),
     *_uses(
         TRANSFER_QUEUE, "gloo_group metadata_buffers req_to_metadata_buffer_idx_allocator deferred_kv_release_timeout",

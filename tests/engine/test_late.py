@@ -69,29 +69,57 @@ def test_somebody_comes_to_wait_for_it(side: Side) -> None:
     room = first.req.bootstrap_room
     assert side.said == [Awaited(room, False), Awaited(room, True)]
     assert first.kv_receiver.state != KVPoll.Failed
-    side.late.keep(follower)  # his answer, too, is complete; he still waits, so there is one whom nobody awaits
+    side.late.keep(follower)  # this answer, too, is complete: nobody is left who waits for either
     side.step()
-    assert side.said[2:] == [Awaited(follower.req.bootstrap_room, False)]
+    assert set(side.said[2:]) == {Awaited(t.req.bootstrap_room, False) for t in (first, follower)}
 
 
 @pytest.mark.parametrize("wanted", ["pool", "memory", "retracted"])
 def test_who_is_in_the_way_ends(side: Side, wanted: str) -> None:
-    idle, led = side.finish(text(1, 2)), side.finish(text(3, 4))
+    idle = [side.finish(text(*pages)) for pages in ((1, 2), (3, 4), (3, 4, 5))]
     side.step()
     side.main.admit(text(6))  # wants the link only: P sees to that
     side.step()
-    assert idle.kv_receiver.state != KVPoll.Failed
-    follower = side.main.admit(text(3, 4, 5))
-    side.late.keep(follower)
+    assert not any(t.kv_receiver.state == KVPoll.Failed for t in idle)
     queue = side.scheduler.disagg_decode_prealloc_queue
     if wanted == "pool":
         queue.queue.append(SimpleNamespace(waiting_for_input=True))
     elif wanted == "retracted":
         queue.retracted_queue.append(None)
     side.step(short=wanted == "memory")
-    assert [t.kv_receiver.state == KVPoll.Failed for t in (idle, led, follower)] == [True, False, True]
-    assert len(side.late) == 1 and side.said[-1] == Awaited(led.req.bootstrap_room, True)
+    assert all(t.kv_receiver.state == KVPoll.Failed for t in idle) and len(side.late) == 0
     assert not side.main.manager.failure_records
+    side.main.step()
+    assert not side.main.copies(), "fetched again, for nobody"
+
+
+def test_who_is_waited_for_does_not_give_way(side: Side) -> None:
+    idle, led = side.finish(text(1, 2)), side.finish(text(3, 4))
+    side.step()
+    side.main.admit(text(3, 4, 5))
+    side.step()
+    assert [t.kv_receiver.state == KVPoll.Failed for t in (idle, led)] == [True, False]
+    assert len(side.late) == 1 and side.said[2:] == [Awaited(led.req.bootstrap_room, True)]
+
+
+def test_what_is_fetched_again_for_nobody(side: Side) -> None:
+    """It goes last, comes back for whoever follows it, and gives way like a prompt whose answer is complete."""
+    leader, follower = side.main.admit(text(1, 2, 3)), side.main.admit(text(1, 2, 4))
+    for transfer in (leader, follower):
+        transfer.kv_receiver.abort()
+        side.main.step()
+    (copy,) = side.main.copies()
+    room = copy.bootstrap_room
+    side.step()
+    assert side.said == [Awaited(room, False)]
+    last = side.main.admit(text(1, 2, 5))
+    side.step()
+    assert side.said[1:] == [Awaited(room, True)] and copy.state != KVPoll.Failed
+    last.kv_receiver.abort()
+    side.main.step()
+    side.main.admit(text(8))
+    side.step()
+    assert copy.state == KVPoll.Failed and len(side.said) == 2
 
 
 def test_a_room_that_is_used_again(side: Side) -> None:

@@ -257,6 +257,19 @@ def test_what_nobody_waits_for_lands_after_all_others(world: World, followed: bo
     assert world.manager.concluded == ([late, live] if followed else [live, late])
 
 
+@pytest.mark.parametrize("world", [{"rate": SLOW}], indirect=True)
+def test_what_others_wait_for_goes_as_early_as_they_would(world: World) -> None:
+    first, awaited = 7, 8
+    for room, pages in ((first, range(0, 28)), (awaited, range(28, 62))):
+        world.begin(list(pages), room=room)
+    world.streams.urge(awaited, PAGE)
+    world.streams.urge(99, PAGE)  # none of ours
+    for room, pages in ((first, range(0, 28)), (awaited, range(0, 34))):
+        world.chunk(pages, last=True, room=room)
+    wait_for(lambda: len(world.manager.concluded) == 2)
+    assert world.manager.concluded == [awaited, first]
+
+
 def test_a_room_that_is_cancelled_before_its_first_chunk(world: World) -> None:
     world.begin([1, 2, 3])
     world.manager.update_status(ROOM, KVPoll.Failed)
