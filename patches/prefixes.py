@@ -142,8 +142,7 @@ class Prefixes:
         """These have failed, on all ranks: what has landed of them on all ranks stays."""
         if not receivers:
             return
-        ranks = [sum(not info["is_dummy"] for info in r.bootstrap_infos or ()) for r in receivers]
-        pages = [self._landed(r.bootstrap_room, senders) for r, senders in zip(receivers, ranks, strict=True)]
+        pages = [self._landed(receiver.bootstrap_room, _senders(receiver)) for receiver in receivers]
         pages = all_reduce_flags(pages, self._queue.gloo_group, torch.distributed.ReduceOp.MIN)
         for receiver, landed in zip(receivers, pages, strict=True):
             self.cache.pending.progress(receiver.bootstrap_room, landed)
@@ -254,3 +253,8 @@ class Prefixes:
         manager.clear_deferred_abort_state(room)
         copy.receiver.clear()
         manager.failure_records.pop(room, None)
+
+
+def _senders(receiver: Any) -> int:
+    """Ranks of P that send something to this rank; none if P was never reached."""
+    return sum(not info["is_dummy"] for info in getattr(receiver, "bootstrap_infos", None) or ())

@@ -63,6 +63,7 @@ class Receiver:
 
     def init(self, rank: int) -> None:
         if not self.reachable:
+            del self.bootstrap_infos  # as SGLang's, which knows P's ranks only then
             self.abort()
 
     def send_metadata(self, pages: Any, slot: int, state: Any, decode_prefix_len: int) -> None:
