@@ -89,6 +89,8 @@ class DecodeCache(UnifiedRadixCache):
     def _readable(self, req: Any, up_to: int) -> int:
         """Up to where the tree, on this request's way, holds nothing that is still on its way."""
         known = req.kv.cache_protected_len
+        if self._ends_at(req.last_node, known):
+            return up_to
         length, node = self._find(req, req.full_untruncated_fill_ids, up_to)
         if length <= known:
             return up_to
@@ -96,6 +98,11 @@ class DecodeCache(UnifiedRadixCache):
         pages = path.cpu().numpy().astype("int64") // self.page_size
         readable = self.pending.readable(pages)
         return up_to if readable == len(pages) else known + readable * self.page_size
+
+    def _ends_at(self, node: Any, tokens: int) -> bool:
+        """Does the tree, on the way to this node, end after so many tokens? Nearly always; and to match costs more."""
+        (path,) = self.tree_core.collect_path_info([node])
+        return bool(path) and path[-1].path_end == tokens and path[-1].num_children == 0
 
     def _find(self, req: Any, ids: Any, limit: int) -> tuple[int, Any]:
         key = RadixKey(ids, req.extra_key, limit=limit, cache_salt=req.cache_salt)

@@ -26,8 +26,8 @@ class Landings:
 
     def __init__(self, receiver: Receiver) -> None:
         self._receiver = receiver
-        # bootstrap room -> its rooms at the receiver -> how many ranks of P had sent to it when it was closed, or None
-        self._rooms: dict[int, dict[int, int | None]] = {}
+        # bootstrap room -> its rooms at the receiver -> pages that each rank of P had brought when it was closed
+        self._rooms: dict[int, dict[int, list[int] | None]] = {}
 
     def open(self, room: int, pages: bytes, aux_index: int) -> None:
         """Before P is told to write to these pages and this metadata slot."""
@@ -38,8 +38,8 @@ class Landings:
     def close(self, room: int) -> None:
         """Whatever has not begun will not be written."""
         known = self._rooms.get(room, {})
-        for name in [name for name, senders in known.items() if senders is None]:
-            known[name] = self._receiver.senders(name)
+        for name in [name for name, pages in known.items() if pages is None]:
+            known[name] = list(self._receiver.pages(name).values())
             self._receiver.close(name)
 
     def quiet(self, room: int) -> bool:
@@ -48,7 +48,18 @@ class Landings:
 
     def senders(self, room: int) -> int:
         """How many ranks of P had begun to send by stream: those write to this room in no other way."""
-        return min((senders or 0 for senders in self._rooms.get(room, {}).values()), default=0)
+        return min((len(pages or ()) for pages in self._rooms.get(room, {}).values()), default=0)
+
+    def pages(self, room: int, senders: int) -> int:
+        """How many pages of this room, from its first on, are whole: each of so many ranks of P has brought its part.
+
+        Closes the room, so that none of them is written again.
+        """
+        self.close(room)
+        brought = list(self._rooms.get(room, {}).values())
+        if len(brought) != 1 or len(brought[0] or ()) != senders:
+            return 0  # by engine, or in part; or the room's number was used twice
+        return min(brought[0] or (), default=0)
 
     def end(self, room: int) -> None:
         """Its pages are about to be used for something else: wait until nothing is being written."""

@@ -58,6 +58,8 @@ class Prefixes:
     """Args:
     unknown: called with a room for whose tokens nobody waits.
     over: called with a room into which nothing is to be written any more.
+    landed: how many of a room's pages, from the first on, so many ranks of P have brought completely to this rank;
+        called when nothing more is wanted of it.
     """
 
     def __init__(
@@ -67,8 +69,10 @@ class Prefixes:
         timeline: Timeline,
         unknown: Callable[[int], None],
         over: Callable[[int], None],
+        landed: Callable[[int, int], int],
     ) -> None:
         self._over = over
+        self._landed = landed
         self._scheduler = scheduler
         self._counters = counters
         self._timeline = timeline
@@ -124,6 +128,7 @@ class Prefixes:
         """What SGLang's queue is told of its transfers: who waits for others has not landed either."""
         pending = self.cache.pending
         mine = [(i, t.req.bootstrap_room) for i, t in enumerate(self._queue.queue) if self._knows(t)]
+        self._keep([self._queue.queue[i].kv_receiver for i, _ in mine if polls[i] == KVPoll.Failed])
         for i, room in mine:
             if polls[i] == KVPoll.Success:
                 pending.progress(room)
@@ -144,9 +149,22 @@ class Prefixes:
             return
         cache, room = self.cache, transfer.req.bootstrap_room
         del self._transfers[room]
-        row = cache.pending.row(room)
+        row, start = cache.pending.row(room), cache.pending.start(room)
         self._fetch(cache.pending.released(room))
+        kept = min(cache.pending.readable(row), len(transfer.req.origin_input_ids) // cache.page_size) - start
+        if kept > 0:
+            self._counters.inc("drc.salvaged", kept * cache.page_size)
+            self._timeline.event("salvaged", room, tokens=kept * cache.page_size)
         cache.cut(transfer.req, row)
+
+    def _keep(self, receivers: list[Any]) -> None:
+        """These have failed, on all ranks: what has landed of them on all ranks stays."""
+        if not receivers:
+            return
+        pages = [self._landed(receiver.bootstrap_room, _senders(receiver)) for receiver in receivers]
+        pages = all_reduce_flags(pages, self._queue.gloo_group, torch.distributed.ReduceOp.MIN)
+        for receiver, landed in zip(receivers, pages, strict=True):
+            self.cache.pending.progress(receiver.bootstrap_room, landed)
 
     def _knows(self, transfer: Any) -> bool:
         room = transfer.req.bootstrap_room
@@ -197,6 +215,7 @@ class Prefixes:
         queue = self._queue
         receivers = [c.receiver for c in flying]
         polls = poll_and_all_reduce(receivers, queue.gloo_group, flying, queue.metadata_buffers) if flying else []
+        self._keep([c.receiver for c, poll in zip(flying, polls, strict=True) if poll == KVPoll.Failed])
         for copy in [c for c, poll in zip(flying, polls, strict=True) if poll == KVPoll.Success]:
             self.cache.pending.progress(copy.refetch.room)
             self.cache.pending.end(copy.refetch.room)
@@ -303,6 +322,11 @@ class Prefixes:
         copy.receiver.clear()
         copy.over = True  # first: the answer to its HTTP request may come at any time, see `recompute_failed`
         copy.forget()
+
+
+def _senders(receiver: Any) -> int:
+    """Ranks of P that send something to this rank; none if P was never reached."""
+    return sum(not info["is_dummy"] for info in getattr(receiver, "bootstrap_infos", None) or ())
 
 
 def _unsaid(*args: Any, **kwargs: Any) -> None:

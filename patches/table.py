@@ -702,7 +702,7 @@ ENTRIES: tuple[Entry, ...] = (
     ),
     _calls(RECEIVER, "ensure_abort_notified", "(self, *, force_arm=False)", "what is fetched again has failed", roles=("main",)),
     _calls(RECEIVER, "clear", "(self)", "what is fetched again", roles=("main",)),
-    *_uses(RECEIVER, "bootstrap_infos abort_notified bootstrap_addr prefill_dp_rank", "what is fetched again", roles=("main",)),
+    *_uses(RECEIVER, "bootstrap_infos bootstrap_room abort_notified bootstrap_addr prefill_dp_rank", "what is fetched again", roles=("main",)),
     _calls(KV_MANAGER, "submit_prefill_recompute", "(self, kv_receiver, payload)", "what is fetched again", roles=("main",)),
     _calls(KV_MANAGER, "clear_deferred_abort_state", "(self, bootstrap_room)", "its writer has ended", roles=("main",)),
     _hook(

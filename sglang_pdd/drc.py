@@ -122,7 +122,7 @@ class Pending:
     def progress(self, room: int, landed: int | None = None) -> None:
         """So many of the transfer's own pages have landed, in the order of the prompt; None: all of them."""
         transfer = self._transfers[room]
-        now = len(transfer.own) if landed is None else landed
+        now = len(transfer.own) if landed is None else min(landed, len(transfer.own))
         if now <= transfer.landed:
             return
         self._writer[transfer.own[transfer.landed : now]] = _FREE
@@ -184,6 +184,10 @@ class Pending:
     def row(self, room: int) -> Pages:
         """The pages of a transfer's prompt."""
         return self._transfers[room].row
+
+    def start(self, room: int) -> int:
+        """The first of them that it brings itself."""
+        return self._transfers[room].start
 
     def _count_pending(self, pages: Pages) -> int:
         if not self._transfers:

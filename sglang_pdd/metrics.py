@@ -37,6 +37,7 @@ CATALOG: dict[str, str] = {
     "drc.shared": "Tokens of KV on its way that they share",
     "drc.refetched": "Tokens fetched again because the transfer that was to bring them failed",
     "drc.refetches_failed": "Transfers of such tokens that failed too",
+    "drc.salvaged": "Tokens that had landed of transfers that were cut off, and stayed",
     "drc.kept": "Prompts that landed after their answer had ended, and were kept",
     "wan.bytes": "KV bytes sent over the WAN",
     "wan.demoted": "Copies to main decode that dropped behind all others because nobody waits for them",

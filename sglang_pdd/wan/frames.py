@@ -18,7 +18,7 @@ from typing import Any, ClassVar, Literal
 
 import msgpack
 
-VERSION = 1
+VERSION = 2
 MAGIC = b"PW"
 
 MAX_BLOCKS = 1000  # Linux takes 1024 buffers in one sendmsg
@@ -31,7 +31,7 @@ MAX_HELLO = 1024  # bytes that a stranger may make us read
 MAX_TEXT = 256  # characters
 
 _PREFIX = struct.Struct("<2sBxI")  # magic, kind, bytes of the body
-_DATA = struct.Struct("<QIIQQII")  # room, part, parts, position, total, payload, blocks
+_DATA = struct.Struct("<QIIIQQII")  # room, part, parts, pages, position, total, payload, blocks
 _ACK = struct.Struct("<QIQIB")  # room, part, position, payload, outcome
 _ROOM = struct.Struct("<Q")
 
@@ -77,6 +77,7 @@ class Data:
     """Some blocks of one part of a room: bytes ``[position, position + payload)`` of ``total`` in the part's order.
 
     A room is sent in parts (one for each chunk of its prompt); ``parts`` is their number, 0 while that is not known.
+    ``pages``: the part's order is that of so many equal pages, each with all of its layers together; 0: it is another.
     """
 
     kind: ClassVar[int] = 4
@@ -89,6 +90,7 @@ class Data:
     regions: Sequence[int]
     offsets: Sequence[int]
     lengths: Sequence[int]
+    pages: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,8 +156,10 @@ def encode(frame: Frame) -> bytes:
 def _body(frame: Frame) -> bytes:
     if isinstance(frame, Data):
         count = len(frame.lengths)
-        head = (frame.room, frame.part, frame.parts, frame.position, frame.total, frame.payload, count)
-        return _DATA.pack(*head) + _table(count).pack(*frame.offsets, *frame.lengths, *frame.regions)
+        order = (frame.room, frame.part, frame.parts, frame.pages, frame.position, frame.total)
+        return _DATA.pack(*order, frame.payload, count) + _table(count).pack(
+            *frame.offsets, *frame.lengths, *frame.regions
+        )
     if isinstance(frame, Ack):
         return _ACK.pack(frame.room, frame.part, frame.position, frame.payload, _OUTCOMES.index(frame.outcome))
     if isinstance(frame, Cancel | Cancelled):
@@ -204,7 +208,7 @@ def parse(kind: int, body: bytes) -> Frame:
 
 
 def _parse_data(body: bytes) -> Data:
-    room, part, parts, position, total, payload, count = _DATA.unpack_from(body)
+    room, part, parts, pages, position, total, payload, count = _DATA.unpack_from(body)
     if not 1 <= count <= MAX_BLOCKS or len(body) != _DATA.size + count * _PER_BLOCK:
         raise FrameError(f"{count} blocks in a body of {len(body)} bytes")
     table = _table(count).unpack_from(body, _DATA.size)
@@ -215,7 +219,9 @@ def _parse_data(body: bytes) -> Data:
         raise FrameError(f"bytes {position} + {payload} of {total}")
     if parts > MAX_PARTS or part >= (parts or MAX_PARTS):
         raise FrameError(f"part {part} of {parts}")
-    return Data(room, part, parts, position, total, payload, table[2 * count :], table[:count], lengths)
+    if pages and total % pages:
+        raise FrameError(f"{total} bytes are not {pages} equal pages")
+    return Data(room, part, parts, position, total, payload, table[2 * count :], table[:count], lengths, pages)
 
 
 def _parse_ack(body: bytes) -> Ack:

@@ -35,6 +35,11 @@ class Spans:
         spans[low:high] = [(start, stop)]
         self.covered += stop - start
 
+    @property
+    def prefix(self) -> int:
+        """How many bytes are in it from 0 on."""
+        return self.spans[0][1] if self.spans and self.spans[0][0] == 0 else 0
+
     def overlaps(self, start: int, stop: int) -> bool:
         at = bisect.bisect_left(self.spans, (stop, stop))
         return bool(at) and self.spans[at - 1][1] > start
@@ -70,6 +75,7 @@ class Claim:
 @dataclass(slots=True)
 class _Part:
     total: int
+    pages: int  # 0: its bytes are not in the order of pages
     landed: Spans = field(default_factory=Spans)
 
 
@@ -114,6 +120,15 @@ class Landings:
         known = self._rooms.get(room)
         return {} if known is None else {key: list(part.landed.spans) for key, part in known.parts.items()}
 
+    def pages(self, room: int) -> dict[int, int]:
+        """How many pages of an open room have landed, from the first on, by each session that sends some of it.
+
+        A page of which several sessions send a slice each has landed when it has for all of them. Metadata that a room
+        ends with counts as pages, too.
+        """
+        known = self._rooms.get(room)
+        return {} if known is None else {session: _leading(known, session) for session, _ in known.parts}
+
     def begin(self, data: Data, session: int, stream: Hashable) -> Claim | Outcome | list[Claim]:
         """May this frame be written?
 
@@ -127,8 +142,10 @@ class Landings:
             return "discarded"
         part = room.parts.get((session, data.part))
         if part is None:
-            part = room.parts[session, data.part] = _Part(data.total)
-        if part.total != data.total or (data.parts and room.expected.get(session, data.parts) != data.parts):
+            part = room.parts[session, data.part] = _Part(data.total, data.pages)
+        if (part.total, part.pages) != (data.total, data.pages) or (
+            data.parts and room.expected.get(session, data.parts) != data.parts
+        ):
             return "discarded"
         stop = data.position + data.payload
         if part.landed.overlaps(data.position, stop):  # what has landed may be in use
@@ -185,3 +202,13 @@ class Landings:
         expected = room.expected.get(session, 0)
         parts = [room.parts.get((session, index)) for index in range(expected)]
         return bool(parts) and all(part is not None and part.landed.covered == part.total for part in parts)
+
+
+def _leading(room: _Room, session: int) -> int:
+    pages = index = 0
+    while (part := room.parts.get((session, index))) is not None:
+        whole = part.landed.prefix * part.pages // part.total
+        pages, index = pages + whole, index + 1
+        if not part.pages or whole < part.pages:
+            break
+    return pages

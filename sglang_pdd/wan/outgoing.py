@@ -198,7 +198,16 @@ class Outgoing(threading.Thread):
         self._flying[room.id, part.index, load.position] = frame
         parts = part.index + 1 if part.last else 0
         head = Data(
-            room.id, part.index, parts, load.position, part.total, load.size, load.regions, load.offsets, load.lengths
+            room.id,
+            part.index,
+            parts,
+            load.position,
+            part.total,
+            load.size,
+            load.regions,
+            load.offsets,
+            load.lengths,
+            load.pages,
         )
         views = self._sender.memory.read(load.source_regions, load.source_offsets, load.lengths)
         self._views = [memoryview(encode(head)), *views]

@@ -25,7 +25,10 @@ Locate = Callable[[Ints, Ints], tuple[Ints, Ints]]  # (addresses, lengths) -> (r
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """What one frame carries: bytes ``[position, position + size)`` in the order of its part, block by block."""
+    """What one frame carries: bytes ``[position, position + size)`` in the order of its part, block by block.
+
+    ``pages``: the part has so many, and its order is theirs, all regions of one together; 0: its order is another.
+    """
 
     position: int
     size: int
@@ -34,6 +37,7 @@ class Load:
     regions: Sequence[int]
     offsets: Sequence[int]
     lengths: Sequence[int]
+    pages: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,10 +50,10 @@ class _Moves:
     offsets: Ints
     lengths: Ints
 
-    def load(self, position: int, columns: slice) -> Load:
+    def load(self, position: int, columns: slice, pages: int) -> Load:
         """A frame of these columns of a table that has a row for each layer."""
         near, near_offsets, regions, offsets, lengths = (each[:, columns].ravel().tolist() for each in _columns(self))
-        return Load(position, sum(lengths), near, near_offsets, regions, offsets, lengths)
+        return Load(position, sum(lengths), near, near_offsets, regions, offsets, lengths, pages)
 
 
 def plan(
@@ -88,15 +92,17 @@ def plan(
     share = -(-int(lengths.sum()) // streams // _ALIGN) * _ALIGN
     size = max(MIN_FRAME, min(frame, MAX_PAYLOAD, share))
     layers = _by_layer(moves)
-    pages = None if layers is None else _pages(layers, np.asarray(units, dtype=np.int64))
+    known = np.asarray(units, dtype=np.int64)
+    pages = None if layers is None else _pages(layers, known)
     if layers is None or pages is None:
         return list(_in_order(moves, size))
     runs, unit = pages
+    count = _count(layers, runs, known)
     page = int(unit.sum())
     if page > size or len(unit) > MAX_BLOCKS:
         pieces, _ = _cut(layers, runs, unit, 1)
-        return list(_in_order(_Moves(*(each.T.ravel() for each in _columns(pieces))), size))
-    return list(_whole_pages(layers, runs, unit, size // page))
+        return list(_in_order(_Moves(*(each.T.ravel() for each in _columns(pieces))), size, count))
+    return list(_whole_pages(layers, runs, unit, size // page, count))
 
 
 def _columns(moves: _Moves) -> tuple[Ints, ...]:
@@ -124,6 +130,21 @@ def _pages(layers: _Moves, units: Ints) -> tuple[Ints, Ints] | None:
     return None
 
 
+def _count(layers: _Moves, runs: Ints, units: Ints) -> int:
+    """Pages of the destination, if all layers have the same ones, and each as many runs or slices of it; else 0."""
+    unit = units[layers.regions[:, :1]]
+    if not unit.all():
+        return 0
+    places = layers.offsets // unit
+    if (places != places[0]).any():
+        return 0
+    if (layers.lengths[0] == runs * unit[0]).all():
+        return int(runs.sum())
+    edges = np.flatnonzero(np.diff(places[0], prepend=-1, append=-1))
+    slices = np.diff(edges)
+    return len(slices) if (slices == slices[0]).all() else 0
+
+
 def _cut(layers: _Moves, runs: Ints, unit: Ints, every: int) -> tuple[_Moves, Ints]:
     """The same with runs cut at each ``every``-th page, and the first page of each column."""
     starts = np.append(0, np.cumsum(runs))
@@ -141,27 +162,27 @@ def _cut(layers: _Moves, runs: Ints, unit: Ints, every: int) -> tuple[_Moves, In
     return pieces, first
 
 
-def _whole_pages(layers: _Moves, runs: Ints, unit: Ints, pages: int) -> Iterator[Load]:
-    """Frames of at most ``pages`` pages."""
+def _whole_pages(layers: _Moves, runs: Ints, unit: Ints, pages: int, count: int) -> Iterator[Load]:
+    """Frames of at most ``pages`` of ``count`` pages."""
     pieces, first = _cut(layers, runs, unit, pages)
     edges: NDArray[np.intp] = np.flatnonzero(np.diff(first // pages)) + 1
     most = MAX_BLOCKS // len(unit)
     page = int(unit.sum())
     for start, stop in zip([0, *edges.tolist()], [*edges.tolist(), len(first)], strict=True):
         for at in range(start, stop, most):
-            yield pieces.load(int(first[at]) * page, slice(at, min(at + most, stop)))
+            yield pieces.load(int(first[at]) * page, slice(at, min(at + most, stop)), count)
 
 
-def _in_order(moves: _Moves, size: int) -> Iterator[Load]:
+def _in_order(moves: _Moves, size: int, pages: int = 0) -> Iterator[Load]:
     """Fill frames up to ``size`` bytes. A block that would fit into a frame of its own is not split."""
     position = used = 0
     held: list[tuple[int, int, int, int, int]] = []
     for near, near_offset, region, offset, length in zip(*(each.tolist() for each in _columns(moves)), strict=True):
         while length:
             if held and (len(held) == MAX_BLOCKS or used == size or used + length > size >= length):
-                yield Load(position, used, *zip(*held, strict=True))
+                yield Load(position, used, *zip(*held, strict=True), pages)
                 position, used, held = position + used, 0, []
             n = min(length, size - used)
             held.append((near, near_offset, region, offset, n))
             near_offset, offset, length, used = near_offset + n, offset + n, length - n, used + n
-    yield Load(position, used, *zip(*held, strict=True))
+    yield Load(position, used, *zip(*held, strict=True), pages)

@@ -109,9 +109,10 @@ class Receiver:
         with self._change:
             return self._landings.landed(room)
 
-    def senders(self, room: int) -> int:
-        """How many senders have sent something for this open room."""
-        return len({session for session, _ in self.landed(room)})
+    def pages(self, room: int) -> dict[int, int]:
+        """How many pages an open room has, from the first on, by each session that has sent something for it."""
+        with self._change:
+            return self._landings.pages(room)
 
     # --- life ---
 

@@ -72,11 +72,19 @@ class Transfers:
             row = self.pending.row(r.room)
             self.live[r.room] = _Transfer(r.room, req, row, r.start, follower=r.follower, lock=lock)
 
-    def land(self, transfer: _Transfer) -> None:
+    def land_some(self, transfer: _Transfer, pages: int) -> None:
+        self._write(transfer, transfer.start + pages)
+        self.pending.progress(transfer.room, pages)
+
+    def _write(self, transfer: _Transfer, pages: int) -> None:
         ids, page = tuple(transfer.req.origin_input_ids), self.world.page
-        for position in range(transfer.start * page, min(len(transfer.row) * page, len(ids))):
-            slot = int(transfer.row[position // page]) * page + position % page
-            self.holds[slot] = ids[: position + 1]
+        for position in range(transfer.start * page, min(len(transfer.row), pages) * page):
+            if position < len(ids):
+                slot = int(transfer.row[position // page]) * page + position % page
+                self.holds[slot] = ids[: position + 1]
+
+    def land(self, transfer: _Transfer) -> None:
+        self._write(transfer, len(transfer.row))
         self.pending.progress(transfer.room)
         transfer.landed = True
         if transfer.follower is not None:
@@ -153,9 +161,12 @@ class Machine(RuleBasedStateMachine):
         if transfer := self.pick(data, lambda t: not t.failed and not t.landed):
             self.transfers.land(transfer)
 
-    @rule(data=st.data())
-    def fail(self, data: st.DataObject) -> None:
+    @rule(data=st.data(), pages=st.integers(0, 4))
+    def fail(self, data: st.DataObject, pages: int) -> None:
+        """Some of it has landed by then."""
         if transfer := self.pick(data, lambda t: not t.failed):
+            if not transfer.landed:
+                self.transfers.land_some(transfer, pages)
             self.transfers.fail(transfer)
 
     @rule(data=st.data())
@@ -247,6 +258,19 @@ def test_a_failed_leader_that_nobody_follows_leaves_nothing() -> None:
     transfers.fail(leader := transfers.begin((*text(1, 2, 3), 4)))
     transfers.let_go(leader)
     assert world.allocator.available_size() == 256
+
+
+def test_what_had_landed_of_a_failed_transfer_stays() -> None:
+    world = World(256, 4)
+    transfers = Transfers(world)
+    transfers.land_some(leader := transfers.begin((*text(1, 2, 3), 4)), 2)
+    transfers.fail(leader)
+    transfers.let_go(leader)
+    assert world.cache.evictable_size() == 8 and world.allocator.available_size() == 248
+    again = transfers.begin(text(1, 2, 3))
+    assert again and again.start == 2
+    transfers.land(again)
+    assert transfers.run(again)
 
 
 def test_of_a_failed_leader_only_what_is_shared_is_fetched_again() -> None:

@@ -9,9 +9,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from cache_pool import World, publish_arguments
 from sglang.srt.disaggregation.base import KVPoll
 from sglang.srt.disaggregation.utils import ReqToMetadataIdxAllocator
+from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 
 from sglang_pdd.drc import waiting_tokens
 from sglang_pdd.metrics import Counters
@@ -57,13 +59,14 @@ class Receiver:
         self.state = KVPoll.WaitingForInput
         self.conclude_state: KVPoll | None = None
         self.abort_notified = False
-        self.bootstrap_infos = [None]
+        self.bootstrap_infos = [{"is_dummy": False}]
         self.prefill_dp_rank = 0
         self.sent: tuple[Any, ...] | None = None
         self.cleared = False
 
     def init(self, rank: int) -> None:
         if not self.reachable:
+            del self.bootstrap_infos  # as SGLang's, which knows P's ranks only then
             self.abort()
 
     def send_metadata(self, pages: Any, slot: int, state: Any, decode_prefix_len: int) -> None:
@@ -105,9 +108,17 @@ class Main:
         )
         self.ignored: deque[int] = deque()
         self.over: list[int] = []
+        self.landed: dict[int, int] = {}  # pages, by room
         self.counters = Counters()
         timeline: Any = SimpleNamespace(event=lambda *args, **fields: None)
-        self.prefixes = Prefixes(scheduler, self.counters, timeline, self.ignored.append, self.over.append)
+        self.prefixes = Prefixes(
+            scheduler,
+            self.counters,
+            timeline,
+            self.ignored.append,
+            self.over.append,
+            lambda room, senders: self.landed.get(room, 0),
+        )
         self.rooms = 0
 
     def admit(self, ids: tuple[int, ...], room: int | None = None, prefill: str = "p") -> Any:
@@ -133,6 +144,11 @@ class Main:
             self.manager.failure_records.pop(transfer.req.bootstrap_room, None)
         self.prefixes.pump()
         return [t for t, poll in seen if poll == KVPoll.Success]
+
+    def cut_off(self, transfer: Any, pages: int) -> None:
+        """It fails when so many of its pages have landed."""
+        self.landed[transfer.req.bootstrap_room] = pages
+        transfer.kv_receiver.abort()
 
     def finish(self, *transfers: Any) -> None:
         for transfer in transfers:
@@ -393,10 +409,40 @@ def test_a_refetch_outlives_its_followers(main: Main) -> None:
 
 
 def test_what_had_landed_is_kept(main: Main) -> None:
-    """Of a transfer that says how far it has come."""
+    main.cut_off(main.admit((*text(1, 2, 3), 4)), 2)
+    assert main.step() == []
+    assert main.at_rest() and main.world.cache.evictable_size() == 2 * PAGE
+    again = main.admit((*text(1, 2, 3), 4))
+    assert again.req.prefix_len == 2 * PAGE
+    done(again)
+    assert main.step() == [again]
+    main.finish(again)
+    assert main.at_rest() and main.counters.get("drc.salvaged") == 2 * PAGE
+
+
+@pytest.mark.parametrize("pages, kept", [(0, 0), (1, 1), (3, 3), (4, 3), (5, 3)])
+def test_what_had_landed_is_kept_in_whole_pages(main: Main, pages: int, kept: int) -> None:
+    """The last page is not the tree's: it has tokens of nobody. And what follows the pages is metadata."""
+    main.cut_off(main.admit((*text(1, 2, 3), 4)), pages)
+    main.step()
+    assert main.at_rest() and main.world.cache.evictable_size() == kept * PAGE
+    assert main.counters.get("drc.salvaged") == kept * PAGE
+
+
+def test_what_every_rank_has_is_kept(main: Main, monkeypatch: pytest.MonkeyPatch) -> None:
+    def reduce(flags: list[int], group: Any, op: Any) -> list[int]:
+        assert op == torch.distributed.ReduceOp.MIN
+        return [min(flag, 1) for flag in flags]  # another rank has one page
+
+    monkeypatch.setattr(prefixes, "all_reduce_flags", reduce)
+    main.cut_off(main.admit(text(1, 2, 3)), 3)
+    main.step()
+    assert main.at_rest() and main.world.cache.evictable_size() == PAGE
+
+
+def test_followers_fetch_what_had_not_landed(main: Main) -> None:
     leader, follower = main.admit(text(1, 2, 3)), main.admit(text(1, 2, 4))
-    main.world.cache.pending.progress(leader.req.bootstrap_room, 1)
-    leader.kv_receiver.abort()
+    main.cut_off(leader, 1)
     main.step()
     (copy,) = main.copies()
     assert copy.sent is not None and copy.sent[2] == PAGE and main.world.cache.evictable_size() == 0
@@ -405,6 +451,37 @@ def test_what_had_landed_is_kept(main: Main) -> None:
     for _ in range(4):
         main.step()
     assert main.at_rest() and main.world.cache.evictable_size() == PAGE
+
+
+def test_what_is_fetched_again_may_land_in_part_too(main: Main) -> None:
+    leader, first, second = main.admit(text(1, 2, 3)), main.admit(text(1, 2, 3, 4)), main.admit(text(1, 2, 5))
+    done(first, second)
+    main.cut_off(leader, 0)
+    main.step()
+    (copy,) = main.copies()
+    assert copy.sent is not None and len(copy.sent[0]) == 3
+    main.landed[copy.bootstrap_room] = 1
+    copy.abort()
+    for _ in range(4):
+        main.step()
+    (copy,) = main.copies()
+    assert copy.sent is not None and copy.sent[2] == PAGE and len(copy.sent[0]) == 1
+    copy.state = KVPoll.Success
+    main.step()
+    assert main.step() == [second]
+    main.finish(second)
+    assert main.at_rest()
+
+
+def test_behind_what_is_still_on_its_way_nothing_is_kept(main: Main) -> None:
+    leader, follower = main.admit(text(1, 2)), main.admit(text(1, 2, 3, 4))
+    main.cut_off(follower, 1)
+    main.step()
+    done(leader)
+    assert main.step() == [leader]
+    main.finish(leader)
+    assert main.at_rest() and main.world.cache.evictable_size() == 2 * PAGE
+    assert main.counters.get("drc.salvaged") == 0
 
 
 def test_a_room_that_is_taken(main: Main) -> None:
@@ -435,12 +512,15 @@ def test_a_thousand_random_aborts(main: Main) -> None:
             pages = [chance.randint(0, 1) for _ in range(chance.randint(1, 5))]
             main.admit(text(*pages) + (9,) * chance.randint(0, PAGE - 1))
         elif action < 0.8 and len(flying) > 3:
-            chance.choice(flying).kv_receiver.abort()
+            main.cut_off(chance.choice(flying), chance.randint(0, 3))
             aborts += 1
         elif flying:
             done(chance.choice(flying))
+        if chance.random() < 0.2:  # or soon everything would be there
+            main.world.cache.evict(EvictParams(num_tokens=SIZE))
         for copy in main.copies():
             if copy.sent is not None and chance.random() < 0.3:
+                main.landed[copy.bootstrap_room] = chance.randint(0, 2)
                 copy.abort() if chance.random() < 0.3 else setattr(copy, "state", KVPoll.Success)
         main.finish(*main.step())
         mine = sum(main.world.private(t.req) for t in main.queue.queue)
@@ -452,3 +532,4 @@ def test_a_thousand_random_aborts(main: Main) -> None:
         main.finish(*main.step())
     assert main.at_rest() and not main.queue.queue
     assert main.counters.get("drc.refetched") > 0 and main.counters.get("drc.refetches_failed") > 0
+    assert main.counters.get("drc.salvaged") > 0

@@ -97,7 +97,7 @@ def test_who_is_waited_for_does_not_give_way(side: Side) -> None:
     idle, led = side.finish(text(1, 2)), side.finish(text(3, 4))
     side.step()
     side.main.admit(text(3, 4, 5))
-    side.step()
+    side.step(short=True)
     assert [t.kv_receiver.state == KVPoll.Failed for t in (idle, led)] == [True, False]
     assert len(side.late) == 1 and side.said[2:] == [Awaited(led.req.bootstrap_room, True)]
 
@@ -117,8 +117,7 @@ def test_what_is_fetched_again_for_nobody(side: Side) -> None:
     assert side.said[1:] == [Awaited(room, True)] and copy.state != KVPoll.Failed
     last.kv_receiver.abort()
     side.main.step()
-    side.main.admit(text(8))
-    side.step()
+    side.step(short=True)
     assert copy.state == KVPoll.Failed and len(side.said) == 2
 
 

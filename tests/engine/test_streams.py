@@ -23,6 +23,7 @@ from sglang_pdd.patches.device import DeviceRegions
 from sglang_pdd.patches.landing import Landings
 from sglang_pdd.patches.streams import Streams
 from sglang_pdd.protocol import Landing
+from sglang_pdd.wan.frames import room_id
 from sglang_pdd.wan.receiver import Receiver
 from sglang_pdd.wan.regions import BoundsError, Memory, Region, Regions
 from sglang_pdd.wan.sender import Sender
@@ -215,6 +216,26 @@ def test_chunks_land_where_the_engine_would_have_put_them(world: World) -> None:
     assert world.sent == len(world.ranks) * (20 * LAYERS * PAGE + 64)
     wait_for(lambda: not world.manager.workers)
     world.streams.close(ROOM)
+
+
+@pytest.mark.parametrize("world", [{"rate": SLOW, "ranks": 2}, {"rate": SLOW, "staged": True}], indirect=True)
+def test_what_has_landed_of_a_room_is_known_by_pages(world: World) -> None:
+    target = [int(page) for page in np.random.default_rng(1).permutation(PAGES)]
+    name = room_id(ROOM, np.array(target, np.int32).tobytes(), 0)
+    world.begin(target)
+    world.chunk(range(0, 20), last=False)
+    world.chunk(range(20, PAGES), last=True)
+    wait_for(lambda: all(max(rank.receiver.pages(name).values(), default=0) > 20 for rank in world.ranks))
+    for rank in world.ranks:
+        assert rank.landings.pages(ROOM, 2) == 0, "another rank of P has brought nothing"
+        landed = rank.landings.pages(ROOM, 1)
+        assert 20 < landed < PAGES
+        for i in range(LAYERS):
+            pages = np.frombuffer(rank.buffers[i], np.uint8).reshape(PAGES, PAGE)
+            assert (pages[target[:landed]] == 100 + i).all()
+        rank.landings.end(ROOM)
+        assert rank.landings.pages(ROOM, 1) == 0
+    world.manager.update_status(ROOM, KVPoll.Failed)
 
 
 @pytest.mark.parametrize("world", [{"rate": SLOW}], indirect=True)

@@ -15,6 +15,7 @@ from sglang_pdd.wan.landing import Claim, Landings, Spans
 from sglang_pdd.wan.plan import MIN_FRAME, Load, plan
 from sglang_pdd.wan.regions import BoundsError, Ints, Region, Regions, Remote
 
+PAGE = 4096
 ALL = (Hello, Welcome, Reject, Data, Ack, Cancel, Cancelled, Ping, Pong)
 
 
@@ -27,7 +28,8 @@ def read(data: bytes, allowed: tuple[type[Frame], ...] = ALL) -> Frame:
 def data(room: int = 7, part: int = 0, parts: int = 0, position: int = 0, total: int = 30, **table: object) -> Data:
     lengths = table.get("lengths", (10, 20))
     offsets, regions = table.get("offsets", (5, 100)), table.get("regions", (0, 1))
-    return Data(room, part, parts, position, total, sum(lengths), regions, offsets, lengths)  # type: ignore[arg-type]
+    pages = table.get("pages", 0)
+    return Data(room, part, parts, position, total, sum(lengths), regions, offsets, lengths, pages)  # type: ignore[arg-type]
 
 
 # --- frames -------------------------------------------------------------------------------------------------------
@@ -40,7 +42,7 @@ def data(room: int = 7, part: int = 0, parts: int = 0, position: int = 0, total:
         Welcome(((1 << 40, 4096), (10, 0))),
         Reject("no"),
         data(),
-        data(parts=1, position=70, total=100),
+        data(parts=1, position=70, total=100, pages=5),
         Ack(1, 2, 3, 4, "discarded"),
         Cancel(1 << 63),
         Cancelled(0),
@@ -58,6 +60,7 @@ def test_frames_survive_the_wire(frame: Frame) -> None:
         (data(lengths=(10, 0)), "payload"),
         (data(lengths=(frames.MAX_PAYLOAD, 1), total=1 << 40), "payload"),
         (data(position=1), "bytes 1"),
+        (data(pages=7), "7 equal pages"),
         (data(total=29), "bytes 0"),
         (data(total=frames.MAX_TRANSFER + 1), "bytes 0"),
         (data(part=2, parts=2), "part 2"),
@@ -81,8 +84,8 @@ def test_a_payload_that_lies_about_its_blocks() -> None:
 
 
 def test_another_version_and_another_turn() -> None:
-    hello = frames.encode(Hello("n", b"", 0, 0)).replace(b"\x95\x01", b"\x95\x02")
-    with pytest.raises(FrameError, match="stream version 2, expected 1"):
+    hello = frames.encode(Hello("n", b"", 0, 0)).replace(b"\x95\x02", b"\x95\x03")
+    with pytest.raises(FrameError, match="stream version 3, expected 2"):
         read(hello)
     with pytest.raises(FrameError, match="must not come now"):
         read(frames.encode(data()), (Hello,))
@@ -228,6 +231,7 @@ def test_every_byte_once_and_pages_in_order(
     ]
     moved = bytes_moved(loads, step)
     assert sorted(moved) == sorted(expected)
+    assert {load.pages for load in loads} == {sum(runs) if known else 0}
     if known:  # each frame ends with whole pages, and they come in the order of the source here
         page = unit * layers
         for load in loads:
@@ -242,6 +246,32 @@ def test_a_page_larger_than_a_frame_keeps_its_layers_together() -> None:
     loads = plan(blocks, where, where, [1 << 20] * 8)
     assert [load.size for load in loads] == [1 << 20] * 24
     assert [load.source_offsets[0] >> 20 for load in loads] == [0] * 8 + [1] * 8 + [2] * 8
+
+
+def sliced(pages: list[int], tokens: int, layers: int = 2) -> list[tuple[int, int, int]]:
+    """Half of each of a page's tokens, as a rank sends that has half of the heads."""
+    size = PAGE // tokens // 2
+    places = [(page, token) for page in pages for token in range(tokens)]
+    return [
+        ((layer << 32) + page * PAGE // 2 + token * size, (layer << 32) + page * PAGE + token * 2 * size, size)
+        for layer in range(layers)
+        for page, token in places
+    ]
+
+
+@pytest.mark.parametrize("tokens", [1, 4])
+def test_slices_of_pages_are_counted_by_page(tokens: int) -> None:
+    blocks = sliced([3, 4, 9], tokens)
+    assert {load.pages for load in plan(blocks, where, where, [PAGE] * 2)} == {3}
+    assert {load.pages for load in plan(blocks, where, where, [0] * 2)} == {0}
+
+
+def test_pages_that_differ_between_layers_are_not_counted() -> None:
+    first, second = sliced([3, 4], 1), sliced([4, 3], 1)
+    mixed = first[:2] + second[2:]  # by layer
+    assert {load.pages for load in plan(mixed, where, where, [PAGE] * 2)} == {0}
+    uneven = [block for i, block in enumerate(sliced([3, 4], 4)) if i % 8]  # without the first token
+    assert {load.pages for load in plan(uneven, where, where, [PAGE] * 2)} == {0}
 
 
 def test_small_transfers_use_all_streams() -> None:
@@ -330,6 +360,29 @@ def test_completion_needs_all_parts_and_their_number() -> None:
     assert land(data(position=30, total=60))
     assert landings.begin(data(part=3, parts=4), 1, "s") == "discarded"  # it was said to be two
     assert landings.begin(data(total=61), 1, "s") == "discarded"  # it was said to be 60 bytes
+
+
+def test_landed_pages_are_counted_from_the_first_on() -> None:
+    landings = Landings()
+    landings.open(7)
+
+    def land(frame: Data, session: int = 1) -> int:
+        landings.end(begun(landings, frame, session), True)
+        return landings.pages(7)[session]
+
+    assert landings.pages(7) == {}
+    begun(landings, data(position=60, total=120, pages=4), session=3)
+    assert landings.pages(7) == {3: 0}
+    assert land(data(position=30, total=60, pages=6)) == 0, "the first page is missing"
+    assert land(data(part=1, total=30, pages=1)) == 0
+    assert land(data(total=60, pages=6)) == 7
+    assert land(data(part=2, total=120, pages=3)) == 7, "30 of 40 bytes"
+    assert land(data(part=2, position=30, total=120, pages=3)) == 8
+    assert land(data(total=30), session=2) == 0, "in another order"
+    assert landings.pages(7) == {1: 8, 2: 0, 3: 0}
+    assert landings.begin(data(part=2, position=60, total=120, pages=4), 1, "s") == "discarded"
+    landings.close(7)
+    assert landings.pages(7) == {}
 
 
 def test_a_cancellation_is_complete_when_nothing_is_being_written() -> None:
