@@ -2,7 +2,7 @@
 PYTHON := .venv/bin/python
 PYTEST := $(PYTHON) -m pytest -v --durations=10
 
-.PHONY: help venv venv-path lint test test-unit test-kernels test-engine test-e2e test-full demo bench-drc bench-handoff
+.PHONY: help venv venv-path lint test test-unit test-kernels test-engine test-e2e test-full demo bench-drc bench-handoff bench-transport
 .DEFAULT_GOAL := help
 
 help:
@@ -16,6 +16,7 @@ help:
 	@echo "make demo       three roles and a router on this machine"
 	@echo "make bench-drc  what main decode's cache costs, and what it spares the WAN (ARGS=--help)"
 	@echo "make bench-handoff  what a handoff costs: over a WAN, and to a user (about an hour; root; ARGS=--help)"
+	@echo "make bench-transport  the KV streams on an emulated WAN, beside plain TCP and Mooncake (40 minutes; root; ARGS=--help)"
 
 venv:
 	@.ci/venv
@@ -56,3 +57,6 @@ bench-drc: venv
 
 bench-handoff: venv
 	$(PYTHON) examples/bench_handoff.py $(ARGS)
+
+bench-transport: venv
+	$(PYTHON) examples/bench_transport.py $(ARGS)
