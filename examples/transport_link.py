@@ -306,21 +306,29 @@ def mix(link: Link, say: Say) -> dict[str, Any]:
     """One-way milliseconds from submission until all has landed of small transfers, alone and beside large ones, on a
     paced link."""
     series: dict[str, list[list[float]]] = {"alone": [], "beside cold": []}
+    late: list[float] = []
+    queued: list[float] = []
 
     def landings() -> list[float]:
         rooms = [next(link.rooms) for _ in range(SMALL_COUNT)]
+        link.wan.reset()
         link.target.ask("open", rooms=rooms)
         begun = link.source.ask("trickle", rooms=rooms, pages=SMALL_PAGES, rate=link.paced, every_s=SMALL_EVERY_S)
         landed = link.target.ask("close", rooms=rooms)
+        stats = link.wan.stats()["ab"]
+        late.append(stats["late_max_us"] / 1000)
+        queued.append(stats["qmax_kb"])
         return [round(1000 * (there - here), 3) for here, there in zip(begun, landed, strict=True)]
 
     landings()  # connects
+    late.clear()
+    queued.clear()
     for rep in range(link.setting.reps):
         series["alone"].append(landings())
         with link.saturated(link.paced, COLD):
             series["beside cold"].append(landings())
         say(f"round {rep + 1} of {link.setting.reps}: P99 " + _p99(series))
-    return {"ms": series}
+    return {"ms": series, "late_ms": late, "queue_kb": queued}
 
 
 def _p99(series: Mapping[str, list[list[float]]]) -> str:

@@ -187,9 +187,19 @@ def _mix(rows: Sequence[Row]) -> list[str]:
                 _counts(row),
                 f"{times:.2f}",
                 f"{MOST_TIMES:g}, {'held' if times <= MOST_TIMES else 'missed'}",
+                f"{max(row['late_ms']):.1f}",
             ]
         )
-    header = ["Mbit/s", "RTT ms", "alone: P50 / P99 / worst ms", "beside cold ones", "samples", "times", "limit"]
+    header = [
+        "Mbit/s",
+        "RTT ms",
+        "alone: P50 / P99 / worst ms",
+        "beside cold ones",
+        "samples",
+        "times",
+        "limit",
+        "emulator late by ms",
+    ]
     return [
         "## Small transfers beside large ones",
         "",
