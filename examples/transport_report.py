@@ -168,8 +168,9 @@ def _ids(rows: Sequence[Row]) -> list[str]:
         "",
         "One-way delay of a message of 100 token ids through PDD's endpoint (encrypted, each 5 ms): on an idle link, "
         "and while two transfers of 16 MiB are always on their way, paced to 90 % of the link and unpaced. P50 and P99 "
-        "are medians over the repetitions, each with so many samples. Emulator: how late it has let a packet go at "
-        "most, because this machine was busy.",
+        "are medians over the repetitions, each with so many samples. Its processes have real-time priority, as the "
+        "emulator has: they would not share cores with KV. Emulator late: by how much it has let a packet go too late "
+        "at most, because this machine was busy.",
         "",
         *markdown([*header, "emulator late by ms"], table),
     ]
