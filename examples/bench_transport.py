@@ -1,10 +1,11 @@
 """The KV streams on an emulated WAN, beside plain TCP streams and Mooncake on the same link. Needs root.
 
 goodput: the same bytes with 1, 4 and 8 plain TCP streams out of contiguous memory, with our streams from and into
-    shuffled blocks of 4, 16 and 64 KB, with TLS, and with Mooncake's engine as installed and tuned. Kinds take turns.
+    shuffled blocks of 4, 16 and 64 KB, and with TLS. Kinds take turns.
 ids: what a message of token ids suffers beside a push that saturates the link, paced to 90 % of it and unpaced.
 mix: what small transfers suffer beside large ones.
 rough: 1 % loss and 20 ms jitter; is everything complete, and equal?
+engines: goodput, with Mooncake's engine as installed and tuned as well.
 
 Writes all samples and a table to ``out/transport``. What is measured already is not measured again, so it can be broken
 off at any time. Let the machine do nothing else meanwhile.
@@ -15,7 +16,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import shlex
 import sys
 import time
 from collections.abc import Sequence
@@ -45,14 +45,14 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     add = parser.add_argument
     add("--parts", type=words, default=list(get_args(Part)), help="default: all")
     add("--rates", type=numbers, default=[1000.0, 4000.0], help="Mbit/s (default: 1000,4000)")
-    add("--rtts", type=numbers, default=[10.0, 20.0, 40.0], help="ms, of goodput (default: 10,20,40)")
+    add("--rtts", type=numbers, default=[10.0, 20.0, 40.0], help="ms, of goodput and engines (default: 10,20,40)")
     add("--losses", type=numbers, default=[0.0, 0.001], help="of a segment, of goodput (default: 0,0.001)")
     add("--congestion", default="bbr", help="of plain streams and ours (default: %(default)s)")
     add("--mib", type=int, default=64, help="of a push (default: %(default)s)")
     add("--reps", type=int, default=5, help="default: %(default)s")
     add("--streams", type=int, default=8, help="ours (default: %(default)s)")
     add("--ids-s", type=float, default=3.0, help="seconds of messages of each kind and repetition")
-    add("--engine-s", type=float, default=12.0, help="seconds for each kind of Mooncake's; 0: without Mooncake")
+    add("--engine-s", type=float, default=12.0, help="seconds for each kind of Mooncake's (default: %(default)s)")
     add("--busy", action="store_true", help="another Python thread is always running at both ends")
     add("--minutes", type=float, help="begin nothing more after so long; run it again for the rest")
     add("--again", action="store_true", help="measure again what is measured already")
@@ -76,6 +76,10 @@ def cells(args: argparse.Namespace) -> list[Cell]:
             found += [Cell(part, rate, 20.0, congestion=args.congestion) for rate in args.rates]
     if "rough" in args.parts:
         found.append(Cell("rough", args.rates[0], 20.0, 0.01, 20.0, args.congestion))
+    if "engines" in args.parts:
+        found += [
+            Cell("engines", rate, rtt, congestion=args.congestion) for rate, rtt in product(args.rates, args.rtts)
+        ]
     return found
 
 
@@ -117,7 +121,6 @@ def measure(args: argparse.Namespace, data: dict[str, Any], samples: Path) -> No
             "cores": os.cpu_count(),
             "load_before": round(load, 1),
             "seconds": round(time.monotonic() - started),
-            "command": shlex.join(["python", "examples/bench_transport.py", *sys.argv[1:]]),
             **result,
         }
         draft = samples.with_suffix(".draft")

@@ -34,7 +34,7 @@ ENGINES = {"Mooncake": None, "Mooncake tuned": 16}  # lanes
 SMALL_PAGES, SMALL_EVERY_S, SMALL_COUNT = 1, 0.02, 200  # of each layer; between two; of each kind and repetition
 COLD = 16 << 20  # bytes
 
-Part = Literal["goodput", "ids", "rough", "mix"]
+Part = Literal["goodput", "ids", "mix", "rough", "engines"]
 Say = Callable[[str], None]
 
 
@@ -57,7 +57,7 @@ class Cell:
 
 @dataclass(frozen=True)
 class Setting:
-    """How all cells are measured. ``engine_s``: seconds that each kind of Mooncake's gets; 0: without Mooncake."""
+    """How all cells are measured. ``engine_s``: seconds that each kind of Mooncake's gets."""
 
     mib: int
     reps: int
@@ -235,7 +235,10 @@ class Engine:
 
 
 def goodput(link: Link, say: Say) -> dict[str, Any]:
-    """Each kind in turn, once more than ``reps`` times: the first push opens connections and windows. Seconds."""
+    """Each kind in turn, once more than ``reps`` times: the first push opens connections and windows. Seconds.
+
+    Part ``engines`` has Mooncake's kinds as well.
+    """
     setting = link.setting
     kinds: dict[str, Callable[[], dict[str, Any]]] = {
         f"plain {n}": lambda n=n: link.source.ask("push_plain", streams=n)  # type: ignore[misc]
@@ -244,7 +247,7 @@ def goodput(link: Link, say: Say) -> dict[str, Any]:
     for block in BLOCKS:
         kinds[f"stream {block >> 10}K"] = lambda b=block: link.push("stream", b)  # type: ignore[misc]
     kinds["TLS"] = lambda: link.push("tls", TLS_BLOCK)
-    engines = {name: Engine(link, lanes) for name, lanes in ENGINES.items()} if setting.engine_s else {}
+    engines = {name: Engine(link, lanes) for name, lanes in ENGINES.items()} if link.cell.part == "engines" else {}
     for name, engine in engines.items():
         for block in reversed(BLOCKS):
             kinds[f"{name} {block >> 10}K"] = lambda e=engine, b=block: e.push(b, setting.engine_s)  # type: ignore[misc]
@@ -335,4 +338,10 @@ def _p99(series: Mapping[str, list[list[float]]]) -> str:
     return ", ".join(f"{name} {percentile(runs[-1], 99):.1f} ms" for name, runs in series.items())
 
 
-PARTS: dict[Part, Callable[[Link, Say], dict[str, Any]]] = {"goodput": goodput, "ids": ids, "rough": rough, "mix": mix}
+PARTS: dict[Part, Callable[[Link, Say], dict[str, Any]]] = {
+    "goodput": goodput,
+    "ids": ids,
+    "mix": mix,
+    "rough": rough,
+    "engines": goodput,
+}

@@ -18,7 +18,7 @@ def row(part: str, **more: Any) -> dict[str, Any]:
     setting = {"mib": 64, "reps": 5, "engine_s": 12.0}
     return {
         **{"part": part, "rate_mbps": 1000.0, "rtt_ms": 20.0, "loss": 0.0, "jitter_ms": 0.0, "congestion": "bbr"},
-        **{"setting": setting, "version": "1", "cores": 2, "load_before": 0.5, "command": "python x"},
+        **{"setting": setting, "version": "1", "cores": 2, "load_before": 0.5},
         **more,
     }
 
@@ -46,10 +46,13 @@ def test_goodput_is_a_share_of_the_best_plain_median_and_the_first_push_does_not
     assert transport_report.best_plain(measured) == ("4", 1.0)
     assert transport_report.ratios(measured)["stream 4K"] == 0.8
     text = transport_report.text({"cells": {"one": measured}})
-    assert "| 4, 537 | 0.80 | 1.00 | 2.00 | 0.50 | 0.25 / F / F (< 0.08) | - / - / - | 0.9, missed |" in text
+    assert "| bbr | 4, 537 Mbit/s | 0.80 | 1.00 | 2.00 | 0.50 | 0.9, missed |" in text
     assert "Missed: 1000 Mbit/s, 20 ms, 0 lost: 4K 0.80." in text
     measured["loss"] = 0.001
     assert "0.8, held" in transport_report.text({"cells": {"one": measured}})
+    measured["part"] = "engines"
+    text = transport_report.text({"cells": {"one": measured}})
+    assert "| 0.80 | 1.00 | 2.00 | F (< 0.08) | F | 0.25 | - | - | - |" in text
 
 
 def test_delays_are_medians_of_each_repetitions_p99() -> None:
