@@ -30,6 +30,11 @@ REMEMBERED = 4096  # rooms that are over
 _this_thread = threading.local()
 
 
+class Superseded(BaseException):
+    """Another request has taken the room's number. SGLang's worker must not catch this: whatever it then did or said
+    would be about that request."""
+
+
 class Lane(FastQueue):
     """SGLang's transfer queue of one room, and its worker.
 
@@ -69,7 +74,11 @@ class Lane(FastQueue):
 
         Returns 0 also for a room that has failed, after saying so: an engine's error would make SGLang refuse the whole
         session, which has nothing to do with ours.
+
+        Raises:
+            Superseded: the room's number means another request by now.
         """
+        self._check()
         noted, self._blocks = self._blocks, []
         peer, name = self.peers[session]
         table = np.concatenate([np.zeros((0, 3), np.int64), *(np.array(columns, np.int64).T for columns in noted)])
@@ -82,13 +91,15 @@ class Lane(FastQueue):
         if self._complete == len(self.peers):
             for ticket in self._tickets:
                 ticket.wait()
+            self._check()
         bad = next((ticket for ticket in self._tickets if ticket.ending not in (None, "landed")), None)
-        if bad is None:
-            return 0
-        if lane_of(self.room) is not self and not over(self.room):
-            return -1  # another request has taken the room's number
-        self._fail(bad.reason or str(bad.ending))
+        if bad is not None:
+            self._fail(bad.reason or str(bad.ending))
         return 0
+
+    def _check(self) -> None:
+        if lane_of(self.room) is not self and not over(self.room):
+            raise Superseded(self.room)
 
     def _fail(self, reason: str) -> None:
         self.cancel()
@@ -99,6 +110,8 @@ class Lane(FastQueue):
         _this_thread.lane = self
         try:
             self.manager.transfer_worker(self, _Inline(), None, 0)
+        except Superseded:
+            self.cancel()
         except Exception as error:
             logger.exception("PDD: room %d", self.room)
             self._fail(str(error))

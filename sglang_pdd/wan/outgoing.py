@@ -27,7 +27,7 @@ from sglang_pdd.wan.frames import (
     parse_prefix,
 )
 from sglang_pdd.wan.regions import BoundsError
-from sglang_pdd.wan.schedule import Frame
+from sglang_pdd.wan.schedule import Frame, Lane
 from sglang_pdd.wan.sockets import HANDSHAKE_S, connect
 from sglang_pdd.wan.stream import Stream, StreamClosed
 
@@ -42,12 +42,17 @@ _ANSWERS = (Ack, Cancelled, Pong)
 
 
 class Outgoing(threading.Thread):
-    """All but `wake` and `abort` is the thread's own."""
+    """All but `wake` and `abort` is the thread's own.
 
-    def __init__(self, peer: Peer, index: int) -> None:
+    Args:
+        lane: which rooms it carries; large ones only as long as another stream carries the small ones.
+    """
+
+    def __init__(self, peer: Peer, index: int, lane: Lane = "large") -> None:
         super().__init__(name=f"pdd-stream-{peer.name}-{index}", daemon=True)
         self.peer = peer
         self.index = index
+        self.lane = lane
         self.up = False
         self._sender = peer.sender
         self._tuning = peer.sender.tuning
@@ -110,7 +115,7 @@ class Outgoing(threading.Thread):
             assert isinstance(answer, Welcome)
             stream.sock.setblocking(False)
             if sender.pace is not None:
-                stream.pace(sender.pace.rate / self._tuning.streams)
+                stream.pace(sender.pace.rate / (1 if self.lane == "small" else self._tuning.streams))
             self._received.clear()
             self._views, self._pinged, self._acked = [], False, 0
             self._progress = time.monotonic()
@@ -189,7 +194,7 @@ class Outgoing(threading.Thread):
             if peer.controls:
                 self._views = [memoryview(encode(Cancel(peer.controls.pop())))]
                 return 0.0
-            frame = peer.next(now)
+            frame = peer.next(now, self.lane)
         if not isinstance(frame, Frame):
             return frame
         room, part, load = frame.room, frame.part, frame.load
@@ -235,6 +240,8 @@ class Outgoing(threading.Thread):
         """What the kernel knows, into the metrics. True: the peer's kernel has taken bytes since the last look."""
         info, self._looked = stream.info(), time.monotonic()
         stream.hold(self._tuning.paced(self.peer.link.estimate.bandwidth).unsent)
+        if self.lane == "small":
+            stream.restart()
         moved, self._acked = info.acked > self._acked, info.acked
         if info.rtt:
             with self._sender.change:

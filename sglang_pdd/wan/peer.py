@@ -12,7 +12,7 @@ from sglang_pdd.policy import LinkEstimate
 from sglang_pdd.wan.outgoing import Outgoing
 from sglang_pdd.wan.plan import Block, plan
 from sglang_pdd.wan.regions import Ints, Remote
-from sglang_pdd.wan.schedule import Frame, Link, Part, Room
+from sglang_pdd.wan.schedule import Frame, Lane, Link, Part, Room
 
 if TYPE_CHECKING:
     from sglang_pdd.wan.sender import Sender
@@ -76,7 +76,9 @@ class Peer:
         self._cancelling: set[int] = set()  # rooms whose cancellation is not acknowledged
         self._change = sender.change
         self._schedule = sender.schedule
-        self._streams = [Outgoing(self, index) for index in range(sender.tuning.streams)]
+        many = sender.tuning.streams
+        self._express = Outgoing(self, many, "small")
+        self._streams = [self._express, *(Outgoing(self, index) for index in range(many))]
 
     # --- requests -----------------------------------------------------------------------------------------------------
 
@@ -220,8 +222,10 @@ class Peer:
     def any_up(self) -> bool:
         return any(stream.up for stream in self._streams)
 
-    def next(self, now: float) -> Frame | float:
-        frame = self._schedule.next(self.link, now)
+    def next(self, now: float, lane: Lane) -> Frame | float:
+        if lane == "large" and not self._express.up:
+            lane = "any"
+        frame = self._schedule.next(self.link, now, lane)
         if isinstance(frame, Frame):
             self._rooms[frame.room.id].started = True
         return frame

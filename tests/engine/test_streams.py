@@ -80,6 +80,10 @@ class Manager:
     session_lock: Any = field(default_factory=threading.Lock)
     refused: set[str] = field(default_factory=set)
     kv_item_lens_sum: int = LAYERS * PAGE
+    going: Any = field(default_factory=threading.Event)  # cleared: a worker that has a chunk in hand waits
+
+    def __post_init__(self) -> None:
+        self.going.set()
 
     def told(self, room: int, pages: list[int]) -> None:
         """MD's metadata has come."""
@@ -103,10 +107,17 @@ class Manager:
 
     def transfer_worker(self, queue: Any, executor: Any, staging: Any, index: int) -> None:
         self.workers += 1
+        try:
+            self._work(queue, executor)
+        finally:
+            self.workers -= 1
+
+    def _work(self, queue: Any, executor: Any) -> None:
         while (chunk := queue.get()) is not None:
             if self.request_status.get(chunk.room, KVPoll.Failed) == KVPoll.Failed:
                 continue
             polls = []
+            self.going.wait()
             for session, info in self.transfer_infos[chunk.room].items():
                 status = streams.send_pages(Manager._layers, self, session, chunk, info, executor)
                 assert status == 0, "Mooncake would refuse the session from now on"
@@ -116,7 +127,6 @@ class Manager:
                 self.request_status[chunk.room] = KVPoll.Success if all(polls) else KVPoll.Failed
             if chunk.last:
                 self.concluded.append(chunk.room)
-        self.workers -= 1
 
     def _layers(self, session: str, chunk: Any, info: Any, executor: Any) -> int:
         def layer(i: int) -> int:
@@ -303,6 +313,26 @@ def test_a_room_that_is_cancelled_before_its_first_chunk(world: World) -> None:
     world.begin([1, 2, 3])  # the same request again, in the same pages
     world.chunk(range(0, 3), last=True)
     wait_for(lambda: world.manager.request_status[ROOM] == KVPoll.Success)
+
+
+@pytest.mark.parametrize("world", [{"rate": SLOW}], indirect=True)
+@pytest.mark.parametrize("where", ["before a chunk", "before the last chunk", "waiting for the last to land"])
+def test_a_number_that_is_taken_again_while_its_worker_lives(world: World, where: str) -> None:
+    manager, last = world.manager, where != "before a chunk"
+    world.begin(list(range(PAGES)))
+    if where != "waiting for the last to land":
+        manager.going.clear()
+    world.chunk(range(0, PAGES), last=last)
+    wait_for(lambda: manager.workers and (world.sent or not manager.going.is_set()))
+    world.ranks[0].landings.end(ROOM)
+    world.begin([7, 5])  # the next request
+    manager.going.set()
+    wait_for(lambda: not manager.workers)
+    assert not manager.concluded and not manager.failures, "the next request has heard of the first one's end"
+    assert manager.request_status[ROOM] == KVPoll.WaitingForInput
+    world.chunk(range(0, 2), last=True)
+    wait_for(lambda: manager.concluded)
+    assert manager.request_status[ROOM] == KVPoll.Success and not manager.failures
 
 
 @pytest.mark.parametrize("world", [{"rate": SLOW}], indirect=True)

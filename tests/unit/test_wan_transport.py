@@ -450,6 +450,17 @@ def test_a_sender_hears_of_each_frame(make: Callable[..., Pair]) -> None:
     assert {room for room, _, _ in heard} == {1} and all(0 < seconds < LONG for _, _, seconds in heard)
 
 
+def test_a_small_room_does_not_wait_for_what_streams_hold(make: Callable[..., Pair]) -> None:
+    pair = make(rate=20e6, tuning=replace(QUICK, streams=2))
+    for room in (1, 2):
+        pair.receiver.open(room)
+    large = pair.peer.submit(1, pair.pages(shuffled(1000)), last=True)
+    wait_for(lambda: pair.landed)
+    small = pair.peer.submit(2, pair.pages(shuffled(4, seed=1)), last=True)
+    assert small.wait(LONG) == "landed" and large.ending is None
+    assert large.wait(LONG) == "landed"
+
+
 def test_a_slow_link_has_fewer_streams() -> None:
     assert [Tuning().fewer(mbit * 125_000).streams for mbit in (1, 30, 100, 200, 1000)] == [2, 2, 4, 8, 8]
 
