@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from pathlib import Path
 from typing import Any
@@ -40,6 +41,7 @@ class PddCpuPlatform(CpuDeviceMixin, SRTPlatform):
             return
         os.environ.setdefault("MC_FORCE_TCP", "1")
         os.environ.setdefault("MOONCAKE_PROTOCOL", "tcp")
+        os.environ.setdefault("UCX_TLS", "tcp")  # NIXL's
         if server_args.disaggregation_mode == "prefill":
             # Sending a cached prefix early records CUDA events.
             os.environ.setdefault("SGLANG_DISAGG_PREFILL_EARLY_SEND_CACHED_PREFIX", "0")
@@ -49,11 +51,28 @@ class PddCpuPlatform(CpuDeviceMixin, SRTPlatform):
 
     def post_load_model(self, model: Any) -> None:
         """Called in the scheduler, before it makes its transfer engine."""
-        if get_disagg().disaggregation_mode == "prefill" and get_disagg().disaggregation_transfer_backend == "mooncake":
+        mode, backend = get_disagg().disaggregation_mode, get_disagg().disaggregation_transfer_backend
+        if mode != "null" and backend == "nixl":
+            _say_host_memory()
+        if mode == "prefill" and backend == "mooncake":
             from sglang.srt.disaggregation.mooncake.conn import MooncakeKVSender
 
             # There is no pinned memory and there are no events: page indices go to the sender as arrays.
             MooncakeKVSender.supports_host_tensor_indices = False
+
+
+def _say_host_memory() -> None:
+    """SGLang tells NIXL that its KV is memory of a GPU."""
+    from sglang.srt.disaggregation.nixl.conn import NixlKVManager
+
+    original = NixlKVManager.__init__
+
+    @functools.wraps(original)
+    def init(manager: Any, args: Any, *more: Any, **named: Any) -> None:
+        args.kv_data_mem_kinds = ["DRAM"] * len(args.kv_data_ptrs)
+        original(manager, args, *more, **named)
+
+    NixlKVManager.__init__ = init
 
 
 def share_cpus(ranks: int) -> str:
