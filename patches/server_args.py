@@ -6,6 +6,7 @@ All of it runs in the launcher. The configuration travels to the other processes
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import os
 import sys
 from collections.abc import Sequence
@@ -109,7 +110,7 @@ def take_flags(_: type, args: argparse.Namespace) -> None:
             imply(config, args, sys.argv[1:])
             refuse(args)
             refuse_code_of_strangers(config, args)
-            keep_pages(args)
+            prepare_nixl(args)
     except (ConfigError, KeysError) as error:
         guard.fail(str(error))
     attention.take(args, wanted=config.role == "main")
@@ -179,15 +180,18 @@ def refuse_code_of_strangers(config: PddConfig, args: Any) -> None:
         raise ConfigError("--enable-custom-logit-processor on a relay: drop --pdd-insecure, use --pdd-keys")
 
 
-def keep_pages(args: Any) -> None:
+def prepare_nixl(args: Any) -> None:
     """NIXL neither cancels a transfer nor notices soon that a link is down: what it may yet write to is not reused.
 
     SGLang holds the pages of an aborted transfer until P has acknowledged its end, but not for ever.
     """
-    if args.disaggregation_transfer_backend == "nixl":
-        held = os.environ.setdefault(_RELEASE, str(TCP_GIVES_UP))
-        if float(held) < TCP_GIVES_UP:
-            raise ConfigError(f"{_RELEASE}={held}: NIXL may write to a page for longer: unset it")
+    if args.disaggregation_transfer_backend != "nixl":
+        return
+    if importlib.util.find_spec("nixl") is None:
+        raise ConfigError("--disaggregation-transfer-backend nixl: NIXL is not installed: pip install nixl")
+    held = os.environ.setdefault(_RELEASE, str(TCP_GIVES_UP))
+    if float(held) < TCP_GIVES_UP:
+        raise ConfigError(f"{_RELEASE}={held}: NIXL may write to a page for {TCP_GIVES_UP:.0f} s: unset it")
 
 
 def check_model(model_config: Any) -> str | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import os
 import threading
 import time
 from collections import defaultdict
@@ -17,8 +18,9 @@ from sglang.srt.disaggregation.nixl.conn import NixlKVManager
 from sglang.srt.disaggregation.utils import DisaggregationMode
 from test_streams import LAYERS, PAGE, PAGES, Rank, memory, wait_for
 
+from sglang_pdd.config import ConfigError
 from sglang_pdd.metrics import Counters
-from sglang_pdd.patches import engines, lanes, nixl, streams
+from sglang_pdd.patches import engines, lanes, nixl, server_args, streams
 from sglang_pdd.patches.streams import Streams
 from sglang_pdd.wan.sender import Sender
 
@@ -359,3 +361,22 @@ def test_managers_are_told_apart(world: Any) -> None:
     assert engines.session_of(w.manager) == "p" and engines.name_of(w.manager) == "nixl"
     other = SimpleNamespace(get_session_id=lambda: "host:1")
     assert engines.session_of(other) == "host:1" and engines.name_of(other) == "mooncake"
+
+
+@pytest.mark.parametrize(
+    ("there", "held", "words"), [(False, None, "pip install nixl"), (True, "30", "unset it"), (True, None, "")]
+)
+def test_what_nixl_needs(monkeypatch: pytest.MonkeyPatch, there: bool, held: str | None, words: str) -> None:
+    monkeypatch.setattr(server_args.importlib.util, "find_spec", lambda name: there or None)
+    name = "SGLANG_DISAGGREGATION_DEFERRED_DECODE_KV_RELEASE_TIMEOUT"
+    monkeypatch.setenv(name, held or "")
+    if held is None:
+        monkeypatch.delenv(name)
+    server_args.prepare_nixl(SimpleNamespace(disaggregation_transfer_backend="mooncake"))
+    args = SimpleNamespace(disaggregation_transfer_backend="nixl")
+    if not words:
+        server_args.prepare_nixl(args)
+        assert float(os.environ[name]) > 900
+        return
+    with pytest.raises(ConfigError, match=words):
+        server_args.prepare_nixl(args)
