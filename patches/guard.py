@@ -134,12 +134,7 @@ def _load(entry: Entry) -> Callable[..., Any]:
     module, _, name = entry.by.partition(":")
     hook: Callable[..., Any] = getattr(importlib.import_module(f"sglang_pdd.patches.{module}"), name)
     hook = _fail_open(entry, hook) if entry.safe else hook
-    # Those of sending are called by workers, which wait in them for the link.
-    return (
-        hook
-        if entry.process == "launcher" or module in ("lanes", "mooncake", "nixl", "streams")
-        else _timed(entry, hook)
-    )
+    return hook if entry.process == "launcher" or module in _SENDING else _timed(entry, hook)
 
 
 def _timed(entry: Entry, hook: Callable[..., Any]) -> Callable[..., Any]:

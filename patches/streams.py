@@ -170,6 +170,13 @@ class Streams:
         if (lane := self._lanes.get(room)) is not None:
             lane.cancel()
 
+    def demote(self, room: int, demoted: bool) -> bool:
+        """Nobody waits for it, or somebody does again. False: it does not go by stream, and keeps its place."""
+        lane = self._lanes.get(room)
+        for peer, name in lane.peers.values() if lane is not None else ():
+            peer.demote(name, demoted)
+        return lane is not None
+
     def close(self, room: int) -> None:
         """It is over, well or badly."""
         lane = self._lanes.pop(room, None)

@@ -574,7 +574,7 @@ ENTRIES: tuple[Entry, ...] = (
     _hook(
         SCHEDULER, "abort_request",
         "(self, recv_req)",
-        "around", "main:abort_request", "a transfer that others wait for goes on", roles=("main",),
+        "around", "late:abort_request", "a transfer that others wait for goes on", roles=("main",),
     ),
     _hook(
         SCHEDULER, "is_fully_idle",

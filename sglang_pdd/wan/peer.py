@@ -148,11 +148,11 @@ class Peer:
             if (known := self._rooms.get(room)) is not None:
                 self._schedule.urge(known.room, size, time.monotonic())
 
-    def demote(self, room: int) -> None:
-        """Nobody waits for this room any more: it goes when nothing else does."""
+    def demote(self, room: int, demoted: bool = True) -> None:
+        """Nobody waits for this room any more: it goes when nothing else does. Or somebody does again."""
         with self._change:
             if (known := self._rooms.get(room)) is not None:
-                self._schedule.demote(known.room)
+                self._schedule.demote(known.room, demoted)
 
     def landing_ms(self, size: int = 0, *, room: int | None = None) -> float:
         """Milliseconds until ``size`` bytes, asked for now, will have landed; or until all of ``room`` has."""

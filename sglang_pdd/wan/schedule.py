@@ -146,12 +146,13 @@ class Schedule:
 
     def urge(self, room: Room, size: int, now: float) -> None:
         """Somebody who needs ``size`` bytes more, and came now, waits for this room: it goes as early as he would."""
+        room.background = False
         if all(size < earlier for _, earlier in room.claims):  # else one who came before is as urgent already
             room.claims.append((now, size))
 
-    def demote(self, room: Room, background: bool = True) -> None:
-        """Nobody waits for it any more: it goes when nothing else does."""
-        room.background = background
+    def demote(self, room: Room, demoted: bool = True) -> None:
+        """Nobody waits for it any more: it goes when nothing else does. Or somebody does again."""
+        room.background = demoted
 
     def cancel(self, room: Room) -> int:
         """Nothing of it will be sent that has not begun. Returns the bytes dropped."""

@@ -144,6 +144,10 @@ class Main:
 
 @pytest.fixture
 def main(monkeypatch: pytest.MonkeyPatch) -> Main:
+    return alone(monkeypatch)
+
+
+def alone(monkeypatch: pytest.MonkeyPatch) -> Main:
     def poll(receivers: list[Receiver], group: Any, copies: Any, buffers: Any) -> list[KVPoll]:
         return [receiver.state for receiver in receivers]
 

@@ -240,6 +240,23 @@ def test_a_failed_room_frees_the_link_at_once_and_its_pages_soon(world: World) -
     assert world.manager.request_status[8] == KVPoll.Success
 
 
+@pytest.mark.parametrize("followed", [False, True])
+@pytest.mark.parametrize("world", [{"rate": SLOW, "ranks": 2}], indirect=True)
+def test_what_nobody_waits_for_lands_after_all_others(world: World, followed: bool) -> None:
+    """Also after what came later and is larger; unless somebody comes to wait for it."""
+    late, live, follower = 7, 8, 9
+    world.begin(list(range(28)), room=late)
+    world.chunk(range(0, 28), last=True, room=late)
+    assert world.streams.demote(late, True) and not world.streams.demote(live, True)
+    world.begin(list(range(28, 62)), room=live)
+    world.chunk(range(0, 34), last=True, room=live)
+    if followed:
+        world.manager.told(follower, [62])
+        assert world.streams.open(follower, LAYERS * PAGE, [late]) is not None
+    wait_for(lambda: len(world.manager.concluded) == 2)
+    assert world.manager.concluded == ([late, live] if followed else [live, late])
+
+
 def test_a_room_that_is_cancelled_before_its_first_chunk(world: World) -> None:
     world.begin([1, 2, 3])
     world.manager.update_status(ROOM, KVPoll.Failed)

@@ -194,6 +194,26 @@ def test_the_background_waits_for_everybody_and_uses_what_is_left() -> None:
     assert order == [1] + [2] * 90 + [1] * 4  # the first frame had begun
 
 
+def test_a_live_request_does_not_notice_the_background() -> None:
+    """Not even one that came much later and is much larger; and a follower brings the room back."""
+    alone, mixed, joined = World(), World(), World()
+    for world in (alone, mixed, joined):
+        link, pace = world.link(), Pace(RATE)
+        other = world.link("other", pace=pace)
+        late = world.link("late", pace=pace)
+        for at in (link, late) if world is not alone else ():
+            room = world.send(at, 1 if at is link else 2, 300 * MB)
+            world.at(0.1, lambda world=world, room=room: world.schedule.demote(room))
+            if world is joined:
+                world.at(1.0, lambda world=world, room=room: world.schedule.urge(room, MB, world.now))
+        for at, room in ((link, 3), (other, 4)):
+            world.send_at(0.5, at, room, 400 * MB)
+        world.run()
+    for room in (3, 4):  # but for a frame, the burst after a pause, and what a link waits for another one of its pace
+        assert mixed.landed[room] <= alone.landed[room] + 0.1
+        assert mixed.landed[room] < mixed.landed[room - 2] and joined.landed[room - 2] < joined.landed[room]
+
+
 # --- lanes --------------------------------------------------------------------------------------------------------
 
 

@@ -1,0 +1,114 @@
+"""`Late`: KV whose request has ended goes on for its prompt's sake, behind all others, until the pool is wanted."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from http import HTTPStatus
+from typing import Any
+
+from sglang.srt.disaggregation.utils import prepare_abort
+
+from sglang_pdd.patches import ingress
+from sglang_pdd.patches.prefixes import Prefixes
+from sglang_pdd.protocol import Awaited
+
+
+class Late:
+    """SGLang's transfers of requests that have ended. They are still in its queue, which lets them land or fail.
+
+    Args:
+        gone: called with a transfer that goes on although its client has gone, before the client's output ends.
+        tell: says a message to the prefill of a request.
+    """
+
+    def __init__(
+        self,
+        scheduler: Any,
+        prefixes: Prefixes,
+        gone: Callable[[Any], None],
+        tell: Callable[[Any, Awaited], None],
+    ) -> None:
+        self._scheduler = scheduler
+        self._prefixes = prefixes
+        self._gone = gone
+        self._tell = tell
+        self._transfers: list[Any] = []
+        self._idle: set[int] = set()  # rooms for which nobody waits, and P knows
+
+    def __len__(self) -> int:
+        return len(self._transfers)
+
+    @property
+    def _queue(self) -> list[Any]:
+        queue: list[Any] = self._scheduler.disagg_decode_transfer_queue.queue
+        return queue
+
+    def keep(self, transfer: Any) -> None:
+        """Its answer is complete."""
+        self._idle.discard(transfer.req.bootstrap_room)
+        self._transfers.append(transfer)
+
+    def aborted(self, rid: str) -> list[Any]:
+        """The client has gone. Returns the transfers that go on without it, since others wait for them.
+
+        But only once P has sampled: it may be about to abort the request as well, and says nothing of that.
+        """
+        mine = [t for t in self._queue if t.req.rid.startswith(rid) and not t.req.finished()]
+        kept = [t for t in mine if t.req.output_ids and self._prefixes.followed(t)]
+        for transfer in kept:
+            req = transfer.req
+            prepare_abort(req, "Aborted by AbortReq.", HTTPStatus.INTERNAL_SERVER_ERROR)
+            self._gone(transfer)
+            self._scheduler.output_streamer.stream_output([req], req.return_logprob)
+            self.keep(transfer)
+        return kept
+
+    def step(self, short: bool) -> None:
+        """Once a step: P hears for whom nobody waits any more, or somebody again; they end if others wait for memory.
+
+        Who has only just come may follow one of them; who waits for memory is seen waiting.
+
+        Args:
+            short: a request that has landed waits for memory.
+        """
+        here = {id(t) for t in self._queue}
+        self._transfers = [t for t in self._transfers if id(t) in here]
+        idle = [t for t in self._transfers if not self._prefixes.followed(t)]
+        prealloc = self._scheduler.disagg_decode_prealloc_queue
+        short = short or prealloc.retracted_queue or any(r.waiting_for_input for r in prealloc.queue)
+        if short:
+            self._give_way(idle)
+            idle = []
+        rooms = {t.req.bootstrap_room for t in idle}
+        for transfer in self._transfers:
+            room = transfer.req.bootstrap_room
+            if (room in rooms) != (room in self._idle):
+                self._tell(transfer.req, Awaited(room, room not in rooms))
+        self._idle = rooms
+
+    def _give_way(self, idle: list[Any]) -> None:
+        ended = {id(t) for t in idle}
+        self._transfers = [t for t in self._transfers if id(t) not in ended]
+        for transfer in idle:
+            # P may still write into these pages: SGLang holds them until P acknowledges the abort.
+            transfer.kv_receiver.abort()
+            # With its reason taken away SGLang logs the end of this transfer as somebody else's, not as an error.
+            transfer.kv_receiver.kv_mgr.failure_records.pop(transfer.req.bootstrap_room, None)
+
+
+# --- hooks ------------------------------------------------------------------------------------------------------
+
+
+def abort_request(original: Callable[..., None], scheduler: Any, recv_req: Any) -> None:
+    """Around ``Scheduler.abort_request``: it does not see the transfers that go on."""
+    late: Late | None = getattr(ingress.seam, "late", None)
+    kept = late.aborted(recv_req.rid) if late is not None and not recv_req.abort_all else []
+    if not kept:
+        return original(scheduler, recv_req)
+    transfers = scheduler.disagg_decode_transfer_queue
+    spared = {id(t) for t in kept}
+    queue, transfers.queue = transfers.queue, [t for t in transfers.queue if id(t) not in spared]
+    try:
+        original(scheduler, recv_req)
+    finally:
+        transfers.queue = queue
