@@ -12,6 +12,8 @@ from sglang.srt.platforms.device_mixin import PlatformEnum
 from sglang.srt.platforms.interface import PlatformCapabilities, SRTPlatform
 from sglang.srt.runtime_context import get_disagg
 
+NIXL_SLEEP_US = 10_000  # at most, between two looks at its sockets; whatever comes in wakes it
+
 
 class PddCpuPlatform(CpuDeviceMixin, SRTPlatform):
     """SGLang's CPU device in plain PyTorch, since the CPU build of sgl_kernel is not on PyPI."""
@@ -53,7 +55,7 @@ class PddCpuPlatform(CpuDeviceMixin, SRTPlatform):
         """Called in the scheduler, before it makes its transfer engine."""
         mode, backend = get_disagg().disaggregation_mode, get_disagg().disaggregation_transfer_backend
         if mode != "null" and backend == "nixl":
-            _say_host_memory()
+            _prepare_nixl()
         if mode == "prefill" and backend == "mooncake":
             from sglang.srt.disaggregation.mooncake.conn import MooncakeKVSender
 
@@ -61,8 +63,9 @@ class PddCpuPlatform(CpuDeviceMixin, SRTPlatform):
             MooncakeKVSender.supports_host_tensor_indices = False
 
 
-def _say_host_memory() -> None:
-    """SGLang tells NIXL that its KV is memory of a GPU."""
+def _prepare_nixl() -> None:
+    """SGLang tells NIXL that its KV is memory of a GPU, and NIXL that its thread may have a core for itself."""
+    from nixl import _bindings
     from sglang.srt.disaggregation.nixl.conn import NixlKVManager
 
     original = NixlKVManager.__init__
@@ -72,7 +75,12 @@ def _say_host_memory() -> None:
         args.kv_data_mem_kinds = ["DRAM"] * len(args.kv_data_ptrs)
         original(manager, args, *more, **named)
 
+    class Config(_bindings.nixlAgentConfig):
+        def __setattr__(self, name: str, value: Any) -> None:
+            super().__setattr__(name, NIXL_SLEEP_US if name == "pthrDelay" else value)
+
     NixlKVManager.__init__ = init
+    _bindings.nixlAgentConfig = Config
 
 
 def share_cpus(ranks: int) -> str:
