@@ -28,7 +28,7 @@ from sglang.srt.runtime_context import get_parallel
 from sglang_pdd.actions import AnswerEarly, Command, Demote, DropRelay, KnowLandings, OpenRelay
 from sglang_pdd.config import PddConfig
 from sglang_pdd.drc import hit_bin, waiting_tokens
-from sglang_pdd.patches import ingress, mooncake, pool, streams
+from sglang_pdd.patches import ingress, lanes, pool, streams
 from sglang_pdd.patches.drain import Drain
 from sglang_pdd.patches.logprobs import output_logprobs
 from sglang_pdd.patches.sampling import obstacle, request_of
@@ -71,7 +71,7 @@ class PrefillSeam(ingress.Seam):
         self._copies = -1
         self._drain = Drain.open()
         self.machine = Prefill(self.counters, config, self._fingerprint)
-        self._lanes = mooncake.make_lanes(config, self._is_lan, self._sent)
+        self._lanes = lanes.make_lanes(config, self._is_lan, self._sent)
         self._streams = self._make_streams() if pool.by_stream(scheduler, config) else None
         streams.streams = self._streams
         self._lan_sessions: set[str] = set()

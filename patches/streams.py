@@ -17,6 +17,7 @@ import numpy as np
 from sglang.srt.disaggregation.base import KVPoll
 from sglang.srt.disaggregation.common.utils import FastQueue
 
+from sglang_pdd.patches import engines
 from sglang_pdd.protocol import Landing
 from sglang_pdd.wan.frames import room_id
 from sglang_pdd.wan.peer import Peer, Ticket
@@ -109,7 +110,7 @@ class Lane(FastQueue):
     def _work(self) -> None:
         _this_thread.lane = self
         try:
-            self.manager.transfer_worker(self, _Inline(), None, 0)
+            engines.work(self.manager, self, _Inline())
         except Superseded:
             self.cancel()
         except Exception as error:
@@ -145,17 +146,14 @@ class Streams:
         """
         self.close(room)
         self._over.pop(room, None)
-        infos = [info for info in self.manager.transfer_infos.get(room, {}).values() if not info.is_dummy]
-        sessions = {info.mooncake_session_id for info in infos}
-        if not sessions or not sessions <= self._landings.keys() & self.manager.decode_kv_args_table.keys():
+        infos = {s: info for s, info in self.manager.transfer_infos.get(room, {}).items() if not info.is_dummy}
+        if not infos or not infos.keys() <= self._landings.keys() & self.manager.decode_kv_args_table.keys():
             return None
-        with self.manager.session_lock:
-            for session in sessions:  # an engine's error, from before P knew this main decode, is none of a stream's
-                self.manager._unblacklist_session(session)
+        engines.forgive(self.manager, infos)  # an engine's error, from before P knew this main decode, is none of ours
         peers = {}
-        for info in infos:
+        for session, info in infos.items():
             name = room_id(room, info.dst_kv_indices.tobytes(), info.dst_aux_index)
-            peers[info.mooncake_session_id] = self._peer(info.mooncake_session_id), name
+            peers[session] = self._peer(session), name
             self._rooms[name] = room
         share = self._share(size, len(infos))
         landing_ms = max(peer.landing_ms(share) for peer, _ in peers.values())

@@ -17,7 +17,7 @@ from sglang.srt.disaggregation.base import KVPoll
 
 from sglang_pdd.config import PddConfig
 from sglang_pdd.metrics import Counters
-from sglang_pdd.patches import landing, mooncake, streams
+from sglang_pdd.patches import landing, lanes, mooncake, streams
 from sglang_pdd.patches import pool as patches_pool
 from sglang_pdd.patches.device import DeviceRegions
 from sglang_pdd.patches.landing import Landings
@@ -188,7 +188,7 @@ class World:
         assert self.streams.open(room, len(pages) * LAYERS * PAGE) is not None
 
     def chunk(self, pages: range, last: bool, room: int = ROOM) -> None:
-        mooncake.add_transfer_request(
+        lanes.add_transfer_request(
             Manager.add_transfer_request, self.manager, room, list(pages), slice(pages.start, pages.stop), last
         )
 
