@@ -1,4 +1,4 @@
-"""`Late`: KV whose request has ended goes on for its prompt's sake, until others want the link or the pool."""
+"""`Late`: KV whose request has ended goes on for its prompt's sake, behind all others, until the pool is wanted."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ class Late:
         return kept
 
     def step(self, short: bool) -> None:
-        """Once a step: P hears for whom nobody waits any more, or somebody again; who is in the way of others ends.
+        """Once a step: P hears for whom nobody waits any more, or somebody again; they end if others wait for memory.
 
         Who has only just come may follow one of them; who waits for memory is seen waiting.
 
@@ -80,7 +80,7 @@ class Late:
         idle = [t for t in self._transfers if not self._prefixes.followed(t, besides=late)]
         prealloc = self._scheduler.disagg_decode_prealloc_queue
         short = short or prealloc.retracted_queue or any(r.waiting_for_input for r in prealloc.queue)
-        if short or len(self._queue) > len(self._transfers):
+        if short:
             self._prefixes.give_up(besides=late)
             self._give_way(idle)
             told, self._idle = self._idle, {}

@@ -66,6 +66,7 @@ class PrefillSeam(ingress.Seam):
         self._relays: dict[int, _Relay] = {}
         self._queued: set[int] = set()  # rooms whose last chunk is queued
         self._early: set[int] = set()  # rooms whose client need not wait for the copy
+        self._idle: set[int] = set()  # rooms that nobody waits for
         self._ended: deque[tuple[float, int]] = deque()  # relay rooms that are over, and since when
         self._copies = -1
         self._drain = Drain.open()
@@ -150,11 +151,40 @@ class PrefillSeam(ingress.Seam):
     def _demote(self, command: Demote) -> None:
         """MD's request has ended before its KV landed; or others have come who want that."""
         room = command.room
-        if self._streams is None or room not in self._requests or not {*self._sessions_of(room)} <= {*command.sessions}:
+        if room not in self._requests or not {*self._sessions_of(room)} <= {*command.sessions}:
             return
-        if self._streams.demote(room, command.demoted):
+        (self._idle.add if command.demoted else self._idle.discard)(room)
+        if self._streams is not None and self._streams.demote(room, command.demoted):
             self.counters.inc("wan.demoted", int(command.demoted))
             self.timeline.event("demoted" if command.demoted else "promoted", room)
+
+    def make_room(self) -> None:
+        """Each step, on all ranks alike: copies that nobody waits for end if others want this pool; or the link, where
+        there are no streams that could put them last."""
+        inflight = self.scheduler.disagg_prefill_inflight_queue
+        idle = [req for req in inflight if req.bootstrap_room in self._idle] if self._idle else []
+        if not idle or not ((self._streams is None and len(inflight) > len(idle)) or self._is_short()):
+            return
+        for req in idle:
+            req.disagg_kv_sender.abort()
+            self._idle.discard(req.bootstrap_room)
+            self.counters.inc("wan.given_up")
+            self.timeline.event("given_up", req.bootstrap_room)
+
+    def _is_short(self) -> bool:
+        """Does the next prompt wait for what copies hold: pages, a row, a metadata slot?"""
+        scheduler = self.scheduler
+        if scheduler.req_to_token_pool.available_size() == 0 and scheduler.waiting_queue:
+            return True
+        if scheduler.req_to_metadata_buffer_idx_allocator.available_size() == 0:
+            return bool(self._queue.queue)
+        if not scheduler.waiting_queue:
+            return False
+        pool, tree = scheduler.token_to_kv_pool_allocator, scheduler.tree_cache
+        needed = len(scheduler.waiting_queue[0].origin_input_ids) + pool.page_size
+        return (
+            needed > pool.available_size() + tree.evictable_size() or scheduler.req_to_token_pool.available_size() == 0
+        )
 
     def _leaders(self, req: Any, sessions: tuple[str, ...]) -> dict[int, int]:
         """Rooms that must land before this request can run, and how many of their tokens were not sent yet.
@@ -265,6 +295,7 @@ class PrefillSeam(ingress.Seam):
         """False: it was none of ours."""
         self._early.discard(room)
         self._queued.discard(room)
+        self._idle.discard(room)
         if self._requests.pop(room, None) is None:
             return False
         self._lanes.forget(room)
@@ -439,6 +470,7 @@ def inflight_queue(
     seam = _seam()
     if seam is None:
         return original(scheduler, rids_to_check)
+    seam.make_room()
     seam.pump(_stock_send)
     done = original(scheduler, rids_to_check)
     seam.concluded(done)

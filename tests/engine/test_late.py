@@ -10,9 +10,12 @@ from cache_pool import publish_arguments
 from sglang.srt.disaggregation.base import KVPoll
 from test_followers import Main, alone, done, text
 
+from sglang_pdd.metrics import Counters
 from sglang_pdd.patches import late
 from sglang_pdd.patches.late import Late
+from sglang_pdd.patches.prefill import PrefillSeam
 from sglang_pdd.protocol import Awaited
+from sglang_pdd.timeline import Timeline
 
 
 class Side:
@@ -71,14 +74,15 @@ def test_somebody_comes_to_wait_for_it(side: Side) -> None:
     assert set(side.said[2:]) == {Awaited(t.req.bootstrap_room, False) for t in (first, follower)}
 
 
-@pytest.mark.parametrize("wanted", ["link", "pool", "memory", "retracted"])
+@pytest.mark.parametrize("wanted", ["pool", "memory", "retracted"])
 def test_who_is_in_the_way_ends(side: Side, wanted: str) -> None:
     idle = [side.finish(text(*pages)) for pages in ((1, 2), (3, 4), (3, 4, 5))]
     side.step()
+    side.main.admit(text(6))  # wants the link only: P sees to that
+    side.step()
+    assert not any(t.kv_receiver.state == KVPoll.Failed for t in idle)
     queue = side.scheduler.disagg_decode_prealloc_queue
-    if wanted == "link":
-        side.main.admit(text(6))
-    elif wanted == "pool":
+    if wanted == "pool":
         queue.queue.append(SimpleNamespace(waiting_for_input=True))
     elif wanted == "retracted":
         queue.retracted_queue.append(None)
@@ -93,7 +97,7 @@ def test_who_is_waited_for_does_not_give_way(side: Side) -> None:
     idle, led = side.finish(text(1, 2)), side.finish(text(3, 4))
     side.step()
     side.main.admit(text(3, 4, 5))
-    side.step()
+    side.step(short=True)
     assert [t.kv_receiver.state == KVPoll.Failed for t in (idle, led)] == [True, False]
     assert len(side.late) == 1 and side.said[2:] == [Awaited(led.req.bootstrap_room, True)]
 
@@ -113,8 +117,7 @@ def test_what_is_fetched_again_for_nobody(side: Side) -> None:
     assert side.said[1:] == [Awaited(room, True)] and copy.state != KVPoll.Failed
     last.kv_receiver.abort()
     side.main.step()
-    side.main.admit(text(8))
-    side.step()
+    side.step(short=True)
     assert copy.state == KVPoll.Failed and len(side.said) == 2
 
 
@@ -145,3 +148,60 @@ def test_an_abort_does_not_see_a_leader_that_has_sampled(
     assert [leader in queue for queue in seen] == [everybody] * 3 if everybody else [False, True, True]
     assert side.gone == side.streamed == [] if everybody else side.gone == [leader]
     assert leader.req.finished() is not everybody and not follower.req.finished() and not fresh.req.finished()
+
+
+class Prefill:
+    """P's seam with copies under way, some of which nobody waits for."""
+
+    def __init__(self, copies: int, idle: int, by_stream: bool = True) -> None:
+        self.ended: list[int] = []
+        self.seam = object.__new__(PrefillSeam)
+        self.seam._idle = set(range(idle))
+        self.seam._streams = SimpleNamespace() if by_stream else None  # type: ignore[assignment]
+        self.seam.counters, self.seam.timeline = Counters(), Timeline(None, "prefill", "")
+        self.scheduler = SimpleNamespace(
+            disagg_prefill_inflight_queue=[self.copy(room) for room in range(copies)],
+            disagg_prefill_bootstrap_queue=SimpleNamespace(queue=[]),
+            waiting_queue=[],
+            req_to_metadata_buffer_idx_allocator=SimpleNamespace(available_size=lambda: 4),
+            req_to_token_pool=SimpleNamespace(available_size=lambda: 4),
+            token_to_kv_pool_allocator=SimpleNamespace(available_size=lambda: 60, page_size=4),
+            tree_cache=SimpleNamespace(evictable_size=lambda: 44),
+        )
+        self.seam.scheduler = self.scheduler
+
+    def copy(self, room: int) -> Any:
+        sender = SimpleNamespace(abort=lambda: self.ended.append(room))
+        return SimpleNamespace(bootstrap_room=room, disagg_kv_sender=sender)
+
+    def step(self) -> list[int]:
+        self.seam.make_room()
+        return self.ended
+
+
+def test_p_ends_nothing_that_is_not_in_the_way() -> None:
+    prefill = Prefill(copies=3, idle=2)
+    prefill.scheduler.waiting_queue.append(SimpleNamespace(origin_input_ids=range(100)))
+    assert prefill.step() == []
+    assert Prefill(copies=2, idle=2, by_stream=False).step() == []
+
+
+def test_a_link_without_an_order_is_left_to_those_who_wait() -> None:
+    assert Prefill(copies=3, idle=2, by_stream=False).step() == [0, 1]
+
+
+@pytest.mark.parametrize("wanted", ["pages", "row", "slot"])
+def test_p_ends_what_others_wait_for_the_memory_of(wanted: str) -> None:
+    prefill = Prefill(copies=3, idle=2)
+    tokens = 101 if wanted == "pages" else 10
+    if wanted == "slot":
+        prefill.scheduler.req_to_metadata_buffer_idx_allocator.available_size = lambda: 0
+        assert prefill.step() == []
+        prefill.scheduler.disagg_prefill_bootstrap_queue.queue.append(None)
+    else:
+        prefill.scheduler.waiting_queue.append(SimpleNamespace(origin_input_ids=range(tokens)))
+    if wanted == "row":
+        prefill.scheduler.req_to_token_pool.available_size = lambda: 0
+    assert prefill.step() == [0, 1]
+    assert prefill.step() == [0, 1]  # once
+    assert prefill.seam.counters.get("wan.given_up") == 2
