@@ -193,7 +193,7 @@ class Prefixes:
         return {c.refetch.room: c.req for c in flying if not self.awaited(c.refetch.room, besides)}
 
     def give_up(self, besides: Set[int] = frozenset()) -> None:
-        """Others want the link or the pool: what nobody waits for ends."""
+        """Others want the pool: what nobody waits for ends."""
         orphans = self.orphans(besides)
         for copy in [c for c in self._copies if c.refetch.room in orphans]:
             copy.given_up = True
