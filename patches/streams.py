@@ -271,7 +271,11 @@ def send_metadata(original: Callable[..., int], manager: Any, req: Any, *args: A
     return status if lane is None or status != 0 else lane.submit(req.mooncake_session_id, last=True)
 
 
-def status_changed(result: None, manager: Any, bootstrap_room: int, status: Any) -> None:
-    """After ``CommonKVManager.update_status``, from whichever thread: a room that has failed frees the link now."""
+def status_changed(original: Callable[..., None], manager: Any, bootstrap_room: int, status: Any) -> None:
+    """Around ``CommonKVManager.update_status``, from whichever thread: a room that fails frees the link now.
+
+    First: as soon as the scheduler sees that it has failed it may put something else into its pages.
+    """
     if status == KVPoll.Failed and streams is not None:
         streams.cancel(bootstrap_room)
+    original(manager, bootstrap_room, status)

@@ -443,7 +443,7 @@ ENTRIES: tuple[Entry, ...] = (
     _hook(
         KV_MANAGER, "update_status",
         "(self, bootstrap_room, status)",
-        "after", "streams:status_changed", "a failed room frees the link at once", roles=("prefill",),
+        "around", "streams:status_changed", "a failed room frees the link at once", roles=("prefill",),
     ),
     _calls(
         KV_MANAGER, "conclude_failure",

@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING
 
 from sglang_pdd.wan.frames import (
     PREFIX,
+    SOUND,
+    SPOILT,
     Ack,
     Cancel,
     Cancelled,
@@ -63,6 +65,7 @@ class Outgoing(threading.Thread):
         self._flying: dict[tuple[int, int, int], Frame] = {}  # by room, part, position
         self._received = bytearray()
         self._views: list[memoryview] = []  # what is left of the frame being sent
+        self._open: Frame | None = None  # whose payload that is: the byte behind it comes last
         self._progress = 0.0  # when something last moved
         self._acked = 0  # bytes, says the kernel
         self._looked = 0.0
@@ -117,7 +120,7 @@ class Outgoing(threading.Thread):
             if sender.pace is not None:
                 stream.pace(sender.pace.rate / (1 if self.lane == "small" else self._tuning.streams))
             self._received.clear()
-            self._views, self._pinged, self._acked = [], False, 0
+            self._views, self._open, self._pinged, self._acked = [], None, False, 0
             self._progress = time.monotonic()
             self._look(stream)
             self.up = True
@@ -167,7 +170,7 @@ class Outgoing(threading.Thread):
             wait = 0.0
             for _ in range(BATCH):  # each system call may cost a turn of the interpreter's lock: no look between frames
                 if not self._views:
-                    wait = self._choose(now)
+                    wait = self._choose(now) if self._open is None else self._seal(self._open)
                 if not self._views:
                     break
                 left = stream.send_some(self._views)
@@ -214,10 +217,18 @@ class Outgoing(threading.Thread):
             load.lengths,
             load.pages,
         )
+        self._open = frame
         views = self._sender.memory.read(load.source_regions, load.source_offsets, load.lengths)
         self._views = [memoryview(encode(head)), *views]
         self._sender.counters.inc("stream.frames", **self._labels)
         self._sender.counters.inc("stream.bytes", load.size, **self._labels)
+        return 0.0
+
+    def _seal(self, frame: Frame) -> float:
+        """All of its payload has been read."""
+        with self._sender.change:
+            alive = self.peer.alive(frame)
+        self._views, self._open = [memoryview(SOUND if alive else SPOILT)], None
         return 0.0
 
     def _timeout(self, stream: Stream, now: float) -> float:

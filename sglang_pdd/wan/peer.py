@@ -230,6 +230,11 @@ class Peer:
             self._rooms[frame.room.id].started = True
         return frame
 
+    def alive(self, frame: Frame) -> bool:
+        """Is its memory still that of its room?"""
+        known = self._rooms.get(frame.room.id)
+        return known is not None and known.room is frame.room and not frame.room.cancelled
+
     def acknowledged(self, frame: Frame, now: float, *, landed: bool) -> None:
         self._schedule.acknowledged(frame, now, landed=landed)
         known = self._rooms.get(frame.room.id)

@@ -175,8 +175,7 @@ class Manager(NixlKVManager):
         return nixl.send_metadata(NixlKVManager.send_aux, self, *args)
 
     def update_status(self, room: int, status: Any) -> None:
-        super().update_status(room, status)
-        streams.status_changed(None, self, room, status)
+        streams.status_changed(NixlKVManager.update_status, self, room, status)
 
     def send_kv_status_message(self, *, bootstrap_room: int, status: Any, **_: Any) -> None:
         self.said.append((bootstrap_room, status))

@@ -143,9 +143,11 @@ class Manager:
         return mooncake.batch_transfer(refuse, None, info.mooncake_session_id, [near], [far], [64])
 
     def update_status(self, room: int, status: int) -> None:
+        streams.status_changed(Manager._note, self, room, status)
+
+    def _note(self, room: int, status: int) -> None:
         if room in self.request_status:
             self.request_status[room] = status
-        streams.status_changed(None, self, room, status)
 
     def _unblacklist_session(self, session: str) -> None:
         assert self.session_lock.locked()
