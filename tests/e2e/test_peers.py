@@ -20,7 +20,7 @@ from matrix import ANSWER_TOKENS, COLD_TOKENS, ONE
 
 from sglang_pdd.protocol import MAX_MESSAGE, PROTOCOL, Chunk, Hello, Message, Stop, Tokens, Welcome, decode, encode
 
-FINGERPRINT = ("model", "tokenizer", "page_size", "kv_cache_dtype", "sampling")
+FINGERPRINT = ("model", "tokenizer", "page_size", "transfer_engine", "kv_cache_dtype", "sampling")
 
 pytestmark = pytest.mark.on(*ONE)
 
