@@ -212,15 +212,15 @@ def stand_before(manager: Any) -> None:
 
 def send_pages(original: Callable[..., Any], manager: Any, peer_name: str, *args: Any, **kwargs: Any) -> Any:
     """Around ``NixlKVManager.send_kvcache`` and ``send_kvcache_slice``."""
-    return _submit(original(manager, peer_name, *args, **kwargs), peer_name, last=False)
+    handle, lane = original(manager, peer_name, *args, **kwargs), streams.lane_here()
+    if lane is not None:
+        lane.submit(peer_name, last=False)
+    return handle
 
 
 def send_metadata(original: Callable[..., Any], manager: Any, peer_name: str, *args: Any) -> Any:
     """Around ``NixlKVManager.send_aux``: the last of a room to one rank."""
-    return _submit(original(manager, peer_name, *args), peer_name, last=True)
-
-
-def _submit(handle: Any, peer: str, *, last: bool) -> Any:
-    if (lane := streams.lane_here()) is not None and lane.submit(peer, last=last) != 0:
-        raise RuntimeError("the room is another's by now")
+    handle, lane = original(manager, peer_name, *args), streams.lane_here()
+    if lane is not None:
+        lane.submit(peer_name, last=True)
     return handle
