@@ -185,7 +185,7 @@ def test_what_has_landed_of_a_transfer_that_is_cut_off_stays(served: Served) -> 
     assert task.prompt_tokens / 8 < kept < task.prompt_tokens and kept % page == 0
     served.begin()
     answer = served.ask(task)
-    assert served.wait_for("main", "opened", rid=answer.rid)["hit"] == kept
+    assert kept <= served.wait_for("main", "opened", rid=answer.rid)["hit"] <= kept + MARKS
     served.settle()
     assert _sent(served) <= task.prompt_tokens - kept + page + MARKS
 
