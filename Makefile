@@ -2,7 +2,7 @@
 PYTHON := .venv/bin/python
 PYTEST := $(PYTHON) -m pytest -v --durations=10
 
-.PHONY: help venv venv-path lint test test-unit test-kernels test-engine test-e2e test-full demo bench-drc bench-handoff
+.PHONY: help venv venv-path lint test test-unit test-kernels test-engine test-e2e test-full demo bench-drc bench-handoff bench-wan bench-transport
 .DEFAULT_GOAL := help
 
 help:
@@ -15,7 +15,9 @@ help:
 	@echo "make test-full  everything, also what is marked slow"
 	@echo "make demo       three roles and a router on this machine"
 	@echo "make bench-drc  what main decode's cache costs, and what it spares the WAN (ARGS=--help)"
+	@echo "make bench-wan  beside stock over an emulated WAN (an hour and a half; root; goes on where it stopped; ARGS=--help)"
 	@echo "make bench-handoff  what a handoff costs: over a WAN, and to a user (about an hour; root; ARGS=--help)"
+	@echo "make bench-transport  the KV streams on an emulated WAN, beside plain TCP and Mooncake (40 minutes; root; ARGS=--help)"
 
 venv:
 	@.ci/venv
@@ -56,3 +58,9 @@ bench-drc: venv
 
 bench-handoff: venv
 	$(PYTHON) examples/bench_handoff.py $(ARGS)
+
+bench-wan: venv
+	$(PYTHON) examples/bench_wan.py $(ARGS)
+
+bench-transport: venv
+	$(PYTHON) examples/bench_transport.py $(ARGS)

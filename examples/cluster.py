@@ -223,8 +223,17 @@ _handed_out: set[int] = set()
 
 
 @dataclass(frozen=True)
+class Site:
+    """Where a role runs: the address it listens on, and what its command starts with to get there."""
+
+    host: str = HOST
+    prefix: Sequence[str] = ()
+
+
+@dataclass(frozen=True)
 class Cluster:
-    """What to start. ``flags`` and ``env`` go by role: single, prefill, relay, main (also a stock decode), router."""
+    """What to start. ``flags``, ``env`` and ``sites`` go by role: single, prefill, relay, main (also a stock decode),
+    router."""
 
     kind: Literal["single", "stock", "pdd"]
     model: Path = MODEL
@@ -240,6 +249,11 @@ class Cluster:
     wan_rate_limit: str | None = None
     flags: Mapping[str, Sequence[str]] = field(default_factory=dict)
     env: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+    sites: Mapping[str, Site] = field(default_factory=dict)
+
+    def site(self, role: str) -> Site:
+        """Where a role runs: here, if nothing else is said."""
+        return self.sites.get(role, Site())
 
     @contextmanager
     def launch(self, logs: Path | None = None, say: Say = print) -> Iterator[Running]:
@@ -380,12 +394,14 @@ class Running:
         return self._worker("main", index, flags, listens=True)
 
     def _prefill_addresses(self) -> str:
-        return ",".join(f"{HOST}:{port}" for port in self.bootstrap_ports)
+        host = self.spec.site("prefill").host
+        return ",".join(f"{host}:{port}" for port in self.bootstrap_ports)
 
     def _worker(self, role: str, index: int, flags: Sequence[str], listens: bool = False) -> Server:
         name, port, spec = f"{self.spec.kind}-{role}{index}", free_port(), self.spec
-        command = [sys.executable, "-m", "sglang.launch_server", "--model-path", str(spec.model)]
-        command += ["--host", HOST, "--port", str(port), "--max-total-tokens", str(spec.max_total_tokens)]
+        site = spec.site(role)
+        command = [*site.prefix, sys.executable, "-m", "sglang.launch_server", "--model-path", str(spec.model)]
+        command += ["--host", site.host, "--port", str(port), "--max-total-tokens", str(spec.max_total_tokens)]
         command += ["--nccl-port", str(free_port())]  # SGLang would pick one that another server is about to take
         tp = spec.tps.get(role, spec.tp)
         command += ["--page-size", str(spec.page_size), "--tp", str(tp), *CPU_FLAGS, *FAST_START]
@@ -395,19 +411,21 @@ class Running:
             timeline = self.folder / f"{name}.jsonl"
             command += ["--pdd-timeline", str(timeline)]
         env = dict(CPU_ENV)
+        if site.host != HOST:
+            env["SGLANG_HOST_IP"] = site.host  # else SGLang finds one by itself, and there may be no route to it
         if tp > 1:
             env["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(str(rank % (os.cpu_count() or 1)) for rank in range(tp))
         env.update(spec.env.get(role, {}))
         pdd_port = free_port() if listens else None
         command += ["--pdd-port", str(pdd_port)] if listens else []
         command += [*flags, *spec.flags.get(role, ())]
-        url, log = f"http://{HOST}:{port}", self.folder / f"{name}.log"
+        url, log = f"http://{site.host}:{port}", self.folder / f"{name}.log"
         return Server(name, command, url, log, env, timeline=timeline, pdd_port=pdd_port)
 
     def _router(self) -> Server:
-        port = free_port()
-        command = [sys.executable, "-m", "sglang_router.launch_router", "--pd-disaggregation"]
-        command += ["--host", HOST, "--port", str(port), "--prometheus-port", str(free_port())]
+        port, site = free_port(), self.spec.site("router")
+        command = [*site.prefix, sys.executable, "-m", "sglang_router.launch_router", "--pd-disaggregation"]
+        command += ["--host", site.host, "--port", str(port), "--prometheus-port", str(free_port())]
         for server, bootstrap_port in zip(self.prefills, self.bootstrap_ports, strict=True):
             command += ["--prefill", server.url, str(bootstrap_port)]
         for server in self.mains:
@@ -420,4 +438,4 @@ class Running:
         name = f"{self.spec.kind}-router"
         health = "/health" if self.spec.router == "mini-lb" else "/readiness"
         command += self.spec.flags.get("router", ())
-        return Server(name, command, f"http://{HOST}:{port}", self.folder / f"{name}.log", health=health)
+        return Server(name, command, f"http://{site.host}:{port}", self.folder / f"{name}.log", health=health)

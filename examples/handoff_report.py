@@ -9,6 +9,7 @@ from typing import Any
 
 from handoff_gap import NONE, find_handoff, summarise
 from samples import Summary, percentile, summary
+from tables import markdown
 
 Data = Mapping[str, Any]
 Row = Mapping[str, Any]
@@ -44,11 +45,6 @@ def _where(data: Data) -> str:
         f"{data['load_before']}, {data['seconds'] / 60:.0f} minutes. Figures of one run on one machine: run it "
         "yourself for yours."
     )
-
-
-def markdown(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    """A Markdown table, line by line."""
-    return ["| " + " | ".join(cells) + " |" for cells in (header, ["---"] * len(header), *rows)]
 
 
 def milliseconds(value: float | None) -> str:

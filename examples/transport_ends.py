@@ -1,10 +1,17 @@
-"""The processes of bench_transport.py: both ends of the transport, and a listener and a speaker of small messages."""
+"""What `bench_transport.py` runs inside the network namespaces.
+
+    python transport_ends.py ROLE '{"setting": ...}'
+
+An end says hello, then obeys: JSON objects, one a line, in and out. Times are of the machine's monotonic clock, in
+seconds: all ends share it.
+"""
 
 from __future__ import annotations
 
-import argparse
+import contextlib
 import itertools
 import json
+import os
 import random
 import resource
 import socket
@@ -13,30 +20,42 @@ import sys
 import threading
 import time
 import zlib
-from collections.abc import Callable
+from collections.abc import Sequence
 from typing import Any
 
-import zmq
-
+from sglang_pdd.keys import Keys
 from sglang_pdd.metrics import Counters
+from sglang_pdd.protocol import Abort, Chunk, Ping, Pong, Tokens
+from sglang_pdd.transport import Endpoint
+from sglang_pdd.wan.landing import Landed
 from sglang_pdd.wan.receiver import Receiver
 from sglang_pdd.wan.regions import Region, Regions
 from sglang_pdd.wan.sender import Sender
 from sglang_pdd.wan.sockets import Tuning
 from sglang_pdd.wan.tls import Identity
 
+MARK = "@"  # begins what an end says; libraries may print, too
 LAYERS = 16
-PLAIN = (1, 4, 8)  # streams
+PAGE = 4096  # bytes
 FRAME = 1 << 20
-MESSAGE = b"x" * 570  # and a time stamp: about 100 token ids with logprobs
+PATIENCE_S = 120.0
+IDS = tuple(range(100))
+BETWEEN_IDS_S = 0.005
+
+Block = tuple[int, int, int]  # source address, target address, bytes
 
 
-def pool(mib: int) -> list[bytearray]:
-    size = (mib << 20) // LAYERS
-    return [bytearray(random.Random(layer).randbytes(1 << 16) * (size >> 16)) for layer in range(LAYERS)]
+def moves(seed: int, block: int, layer: int) -> tuple[list[int], list[int]]:
+    """Which block of the source goes where, in each layer of so many bytes: no two that are neighbours stay so."""
+    rng = random.Random(seed)
+    source, target = list(range(layer // block)), list(range(layer // block))
+    rng.shuffle(source)
+    rng.shuffle(target)
+    return source, target
 
 
 def cpu() -> float:
+    """Seconds of this process."""
     usage = resource.getrusage(resource.RUSAGE_SELF)
     return usage.ru_utime + usage.ru_stime
 
@@ -47,114 +66,123 @@ def spin() -> None:
         sum(range(1000))
 
 
-# --- the receiving side -------------------------------------------------------------------------------------------
+class Memory:
+    """KV memory of one side: a buffer for each layer."""
+
+    def __init__(self, mib: int, content: bool) -> None:
+        size = (mib << 20) // LAYERS
+        fill = [random.Random(layer).randbytes(1 << 16) if content else bytes(1 << 16) for layer in range(LAYERS)]
+        self.layers = [bytearray(each * (size >> 16)) for each in fill]
+        self.regions = Regions(Region.of(layer, PAGE) for layer in self.layers)
+
+    @property
+    def bases(self) -> list[int]:
+        return [region.address for region in self.regions.regions]
+
+    def blocks(self, bases: Sequence[int], seed: int, block: int) -> list[Block]:
+        """All of it, to the same layers elsewhere, in `moves`."""
+        pairs = list(zip(*moves(seed, block, len(self.layers[0])), strict=True))
+        return [
+            (near + a * block, far + b * block, block)
+            for near, far in zip(self.bases, bases, strict=True)
+            for a, b in pairs
+        ]
+
+    def sums(self) -> list[int]:
+        """A checksum of each layer."""
+        return [zlib.crc32(layer) for layer in self.layers]
+
+    def sums_after(self, seed: int, block: int) -> list[int]:
+        """What `sums` is where these `moves` went."""
+        source, target = moves(seed, block, len(self.layers[0]))
+        place = dict(zip(target, source, strict=True))
+        views = [memoryview(layer) for layer in self.layers]
+        order = [place[at] * block for at in range(len(place))]
+        return [zlib.crc32(b"".join(view[at : at + block] for at in order)) for view in views]
 
 
-def serve(host: str, mib: int, folder: str, congestion: str) -> None:
-    """Obeys commands, one JSON object a line."""
-    memory = [bytearray(len(layer)) for layer in pool(mib)]
-    regions = Regions(Region.of(layer, 4096) for layer in memory)
-    tuning = Tuning(congestion=congestion)
-    receiver = Receiver(regions, Counters(), insecure=True, tuning=tuning)
-    secure = Receiver(regions, Counters(), identity=Identity(f"{folder}/md"), tuning=tuning)
-    plain = socket.create_server((host, 0))
-    threading.Thread(target=_plain_server, args=(plain, congestion), daemon=True).start()
-    hello: dict[str, Any] = {
-        "stream": [receiver.listen(host), receiver.token.hex()],
-        "tls": [secure.listen(host), secure.token.hex()],
-        "plain": plain.getsockname(),
-        "bases": [region.address for region in regions.regions],
-    }
-    print(json.dumps(hello), flush=True)
-    for line in sys.stdin:
-        command = json.loads(line)
-        answer: Any = None
-        if command["do"] == "open":
-            for room in command["rooms"]:
-                receiver.open(room)
-                secure.open(room)
-        elif command["do"] == "close":
-            answer = [zlib.crc32(layer) for layer in memory] if command["check"] else None
-            for each in (receiver, secure):
-                each.close(command["room"])
-        elif command["do"] == "cpu":
-            answer = cpu()
-        print(json.dumps(answer), flush=True)
+# --- streams, ours and plain ------------------------------------------------------------------------------------
 
 
-def _plain_server(listener: socket.socket, congestion: str) -> None:
-    while True:
-        sock, _ = listener.accept()
-        threading.Thread(target=_plain_sink, args=(sock,), daemon=True).start()
+class Target:
+    """Beside MD: takes streams, with and without TLS, and plain ones."""
+
+    def __init__(self, host: str, mib: int, keys: str, congestion: str, **_: Any) -> None:
+        self.memory = Memory(mib, content=False)
+        tuning = Tuning(congestion=congestion)
+        self.landed: dict[int, float] = {}
+        common: dict[str, Any] = {"tuning": tuning, "landed": self._landed}
+        self.receivers = {
+            "stream": Receiver(self.memory.regions, Counters(), insecure=True, **common),
+            "tls": Receiver(self.memory.regions, Counters(), identity=Identity(f"{keys}/md"), **common),
+        }
+        plain = socket.create_server((host, 0))
+        threading.Thread(target=self._accept, args=(plain,), daemon=True).start()
+        self.hello = {
+            **{name: [receiver.listen(host), receiver.token.hex()] for name, receiver in self.receivers.items()},
+            "plain": plain.getsockname(),
+            "bases": self.memory.bases,
+        }
+
+    def _landed(self, landed: Landed) -> None:
+        if landed.complete:
+            self.landed[landed.room] = time.monotonic()
+
+    def open(self, rooms: list[int]) -> None:
+        """These may be written to."""
+        for receiver, room in itertools.product(self.receivers.values(), rooms):
+            receiver.open(room)
+
+    def close(self, rooms: list[int]) -> list[float | None]:
+        """They are over. When each has landed."""
+        for receiver, room in itertools.product(self.receivers.values(), rooms):
+            receiver.close(room)
+        return [self.landed.pop(room, None) for room in rooms]
+
+    def sums(self) -> list[int]:
+        return self.memory.sums()
+
+    def cpu(self) -> float:
+        return cpu()
+
+    def _accept(self, listener: socket.socket) -> None:
+        while True:
+            sock, _ = listener.accept()
+            threading.Thread(target=self._sink, args=(sock,), daemon=True).start()
+
+    @staticmethod
+    def _sink(sock: socket.socket) -> None:
+        buffer = memoryview(bytearray(FRAME))
+        while head := sock.recv(8, socket.MSG_WAITALL):
+            (left,) = struct.unpack("<Q", head)
+            while left:
+                left -= sock.recv_into(buffer[: min(left, FRAME)], 0, socket.MSG_WAITALL)
+            sock.sendall(b"k")
 
 
-def _plain_sink(sock: socket.socket) -> None:
-    buffer = memoryview(bytearray(FRAME))
-    while head := sock.recv(8, socket.MSG_WAITALL):
-        (left,) = struct.unpack("<Q", head)
-        while left:
-            left -= sock.recv_into(buffer[: min(left, FRAME)], 0, socket.MSG_WAITALL)
-        sock.sendall(b"k")
+class Source:
+    """Beside P."""
 
-
-# --- small messages, from and to processes of their own -----------------------------------------------------------
-
-
-def listen(host: str) -> None:
-    """One-way delays in ms, as JSON, when a last, empty message has come."""
-    ids = zmq.Context().socket(zmq.PULL)
-    print(ids.bind_to_random_port(f"tcp://{host}"), flush=True)
-    delays = []
-    while message := ids.recv():
-        delays.append(1000 * (time.monotonic() - struct.unpack_from("<d", message)[0]))
-    print(json.dumps(sorted(delays)), flush=True)
-
-
-def speak(address: str, seconds: float) -> None:
-    """A message each 5 ms."""
-    ids = zmq.Context().socket(zmq.PUSH)
-    ids.connect(f"tcp://{address}")
-    time.sleep(0.3)
-    end = time.monotonic() + seconds
-    while (now := time.monotonic()) < end:
-        ids.send(struct.pack("<d", now) + MESSAGE)
-        time.sleep(0.005)
-    ids.send(b"")
-    ids.close(5000)
-
-
-# --- the sending side ---------------------------------------------------------------------------------------------
-
-
-class Bench:
-    """Runs beside P: commands to the receiving side go through the parent's pipes."""
-
-    def __init__(self, args: argparse.Namespace, ask: Callable[..., Any], hello: dict[str, Any]) -> None:
-        self.args, self.ask, self.hello = args, ask, hello
-        self.memory = pool(args.mib)
-        self.regions = Regions(Region.of(layer, 4096) for layer in self.memory)
-        self.rooms = itertools.count(1)
-        self.peers: dict[str, Any] = {}
+    def __init__(self, mib: int, keys: str, congestion: str, streams: int, there: dict[str, Any], **_: Any) -> None:
+        self.memory = Memory(mib, content=True)
+        self.keys = keys
+        self.congestion = congestion
+        self.tuning = Tuning(congestion=congestion, streams=streams)
+        self.there = there
+        self.hello = None
+        self.peers: dict[tuple[str, float | None], Any] = {}
         self.plain: dict[int, list[socket.socket]] = {}
-        self.senders: list[Sender] = []
+        self.bulk: threading.Thread | None = None
+        self.busy = threading.Event()
 
-    def peer(self, kind: str, rate: float | None = None) -> Any:
-        if kind not in self.peers:
-            tuning = Tuning(congestion=self.args.congestion, streams=self.args.streams)
-            identity = Identity(f"{self.args.folder}/p") if kind == "tls" else None
-            sender = Sender("p", self.regions, Counters(), identity=identity, tuning=tuning, rate=rate)
-            self.senders.append(sender)
-            (host, port), token = self.hello["tls" if kind == "tls" else "stream"]
-            self.peers[kind] = sender.peer(kind, (host, port), bytes.fromhex(token), self.hello["bases"])
-        return self.peers[kind]
-
-    def push_plain(self, streams: int) -> float:
+    def push_plain(self, streams: int) -> dict[str, Any]:
+        """As many bytes as a push has, out of one contiguous buffer over so many TCP streams. Seconds until the other
+        side has said that it has them."""
         if streams not in self.plain:
-            self.plain[streams] = [socket.create_connection(tuple(self.hello["plain"])) for _ in range(streams)]
+            self.plain[streams] = [socket.create_connection(tuple(self.there["plain"])) for _ in range(streams)]
             for sock in self.plain[streams]:
-                sock.setsockopt(socket.IPPROTO_TCP, 13, self.args.congestion.encode())
-        socks = self.plain[streams]
-        share = (self.args.mib << 20) // streams
+                sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, self.congestion.encode())
+        share = len(self.memory.layers) * len(self.memory.layers[0]) // streams
         data = memoryview(bytearray(FRAME))
 
         def send(sock: socket.socket) -> None:
@@ -164,101 +192,210 @@ class Bench:
             sock.recv(1)
 
         begun = time.monotonic()
-        threads = [threading.Thread(target=send, args=(sock,)) for sock in socks]
+        threads = [threading.Thread(target=send, args=(sock,)) for sock in self.plain[streams]]
         for thread in threads:
             thread.start()
         for thread in threads:
             thread.join()
-        return time.monotonic() - begun
+        return {"s": time.monotonic() - begun}
 
-    def push(self, block: int, order: str, kind: str = "stream", check: bool = True) -> dict[str, float]:
-        pages = len(self.memory[0]) // block
-        rng = random.Random(block)
-        source, target = list(range(pages)), list(range(pages))
-        if order == "shuffled":
-            rng.shuffle(source)
-            rng.shuffle(target)
-        length = block if order == "shuffled" else block * pages
-        blocks = [
-            (near.address + a * block, far + b * block, length)
-            for near, far in zip(self.regions.regions, self.hello["bases"], strict=True)
-            for a, b in zip(source, target, strict=True)
-            if order == "shuffled" or a == 0
-        ]
-        room, peer = next(self.rooms), self.peer(kind)
-        self.ask(do="open", rooms=[room])
-        there, here, begun = self.ask(do="cpu"), cpu(), time.monotonic()
-        ending = peer.submit(room, blocks, last=True).wait(120)
+    def push(self, kind: str, room: int, block: int) -> dict[str, Any]:
+        """All memory, in blocks whose order the room's number gives. Seconds until its acknowledgement is here."""
+        blocks = self.memory.blocks(self.there["bases"], room, block)
+        peer = self._peer(kind)
+        here, begun = cpu(), time.monotonic()
+        ending = peer.submit(room, blocks, last=True).wait(PATIENCE_S)
         seconds = time.monotonic() - begun
-        result = {"s": seconds, "cpu_send": cpu() - here, "cpu_recv": self.ask(do="cpu") - there}
-        got = self.ask(do="close", room=room, check=check)
-        if ending != "landed" or (check and got != self._expected(block, source, target)):
-            raise SystemExit(f"{kind}, blocks of {block}: {ending}, or the bytes differ")
-        return result
+        used = cpu() - here
+        return {"s": seconds, "cpu_send": used, "ending": ending, "sums": self.memory.sums_after(room, block)}
 
-    def _expected(self, block: int, source: list[int], target: list[int]) -> list[int]:
-        place = dict(zip(target, source, strict=True))
-        views = [memoryview(layer) for layer in self.memory]
-        return [
-            zlib.crc32(b"".join(view[place[b] * block : (place[b] + 1) * block] for b in range(len(place))))
-            for view in views
-        ]
+    def saturate(self, rooms: list[int], size: int, rate: float | None) -> None:
+        """Until `rest`: two transfers of ``size`` bytes are always on their way. ``rate``: bytes/s, None: no limit."""
+        peer = self._peer("stream", rate)
+        share = min(size // LAYERS, len(self.memory.layers[0]))
+        blocks = [(near, far, share) for near, far in zip(self.memory.bases, self.there["bases"], strict=True)]
+        self.busy.set()
 
-    def latency(self) -> dict[str, float]:
-        idle = self.ask(do="delays")
-        self.ask(do="reset")
-        peer = self.peer("paced", 0.9 * self.args.rate * 1e6 / 8)
-        stop = threading.Event()
-
-        near, far, size = self.regions.regions, self.hello["bases"], len(self.memory[0])
-        blocks = [(near[i].address, far[i], size) for i in range(LAYERS)]
-        rooms = [next(self.rooms) for _ in range(10_000)]
-        self.ask(do="open", rooms=rooms)
-
-        def saturate() -> None:
+        def work() -> None:
+            ahead = []
             for room in rooms:
-                if stop.is_set():
-                    return
-                peer.submit(room, blocks, last=True).wait(120)
+                ahead.append(peer.submit(room, blocks, last=True))
+                if len(ahead) > 1:
+                    ahead.pop(0).wait(PATIENCE_S)
+                if not self.busy.is_set():
+                    break
+            for ticket in ahead:
+                ticket.wait(PATIENCE_S)
 
-        thread = threading.Thread(target=saturate)
-        thread.start()
-        time.sleep(1.0)
-        loaded = self.ask(do="delays")
-        stop.set()
-        thread.join()
-        return {
-            f"{name}_p{p}": values[min(len(values) - 1, len(values) * p // 100)]
-            for name, values in (("idle", idle), ("loaded", loaded))
-            for p in (50, 99)
-        } | {"samples": len(loaded)}
+        self.bulk = threading.Thread(target=work)
+        self.bulk.start()
+
+    def rest(self) -> bool:
+        """End `saturate`, and wait for what is on its way. Had it enough rooms?"""
+        assert self.bulk is not None
+        enough = self.bulk.is_alive()
+        self.busy.clear()
+        self.bulk.join()
+        return enough
+
+    def trickle(self, rooms: list[int], pages: int, rate: float, every_s: float) -> list[float]:
+        """One small transfer after another, of so many pages of all layers, at random distances. When each was
+        submitted."""
+        peer, rng, begun = self._peer("stream", rate), random.Random(rooms[0]), []
+        tickets = []
+        for room in rooms:
+            time.sleep(rng.uniform(0.5, 1.5) * every_s)
+            places = rng.sample(range(len(self.memory.layers[0]) // PAGE), pages)
+            blocks = [
+                (near + place * PAGE, far + place * PAGE, PAGE)
+                for near, far in zip(self.memory.bases, self.there["bases"], strict=True)
+                for place in places
+            ]
+            begun.append(time.monotonic())
+            tickets.append(peer.submit(room, blocks, last=True))
+        for ticket in tickets:
+            ticket.wait(PATIENCE_S)
+        return begun
+
+    def _peer(self, kind: str, rate: float | None = None) -> Any:
+        if (kind, rate) not in self.peers:
+            identity = Identity(f"{self.keys}/p") if kind == "tls" else None
+            sender = Sender("p", self.memory.regions, Counters(), identity=identity, tuning=self.tuning, rate=rate)
+            (host, port), token = self.there[kind]
+            self.peers[kind, rate] = sender.peer(kind, (host, port), bytes.fromhex(token), self.there["bases"])
+        return self.peers[kind, rate]
 
 
-def send(args: argparse.Namespace) -> None:
-    """Runs in the sending namespace; the other side's pipes come as standard input and output of this process."""
-    lock = threading.Lock()
+# --- Mooncake's transfer engine ---------------------------------------------------------------------------------
 
-    def ask(**command: Any) -> Any:
-        with lock:
-            print("ask " + json.dumps(command), flush=True)
-            return json.loads(sys.stdin.readline())
 
-    bench = Bench(args, ask, json.loads(sys.stdin.readline()))
-    kinds: dict[str, Callable[[], Any]] = {
-        f"plain {n}": lambda n=n: {"s": bench.push_plain(n)}
-        for n in PLAIN  # type: ignore[misc]
-    }
-    for block, order in itertools.product(args.blocks, args.orders):
-        kinds[f"{block >> 10}K {order}"] = lambda b=block, o=order: bench.push(b, o)  # type: ignore[misc]
-    if args.tls:
-        kinds["TLS 64K shuffled"] = lambda: bench.push(64 << 10, "shuffled", "tls")
-    for kind in kinds.values():
-        kind()  # opens its connections, and their windows
-    results: dict[str, list[dict[str, float]]] = {name: [] for name in kinds}
-    for _ in range(args.reps):
-        for name, kind in kinds.items():
-            results[name].append(kind())
-    latency = bench.latency() if args.latency else None
-    for sender in bench.senders:
-        sender.shutdown()
-    print("done " + json.dumps({"results": results, "latency": latency}), flush=True)
+def _engine(host: str, memory: Memory) -> Any:
+    from mooncake.engine import TransferEngine
+
+    engine = TransferEngine()
+    if engine.initialize(host, "P2PHANDSHAKE", "tcp", "") != 0:
+        raise SystemExit("Mooncake does not start")
+    for address, layer in zip(memory.bases, memory.layers, strict=True):
+        if engine.register_memory(address, len(layer)) != 0:
+            raise SystemExit("Mooncake cannot register memory")
+    return engine
+
+
+class EngineTarget:
+    def __init__(self, host: str, mib: int, **_: Any) -> None:
+        self.memory = Memory(mib, content=False)
+        self.engine = _engine(host, self.memory)
+        self.hello = {"session": f"{host}:{self.engine.get_rpc_port()}", "bases": self.memory.bases}
+
+    def sums(self) -> list[int]:
+        return self.memory.sums()
+
+
+class EngineSource:
+    def __init__(self, host: str, mib: int, there: dict[str, Any], **_: Any) -> None:
+        self.memory = Memory(mib, content=True)
+        self.engine = _engine(host, self.memory)
+        self.there = there
+        self.hello = None
+
+    def push(self, room: int, block: int) -> dict[str, Any]:
+        """As `Source.push`; one call, as SGLang makes it for a chunk. ``ending``: 0 is good."""
+        columns = [list(column) for column in zip(*self.memory.blocks(self.there["bases"], room, block), strict=True)]
+        begun = time.monotonic()
+        status = self.engine.batch_transfer_sync_write(self.there["session"], *columns)
+        seconds = time.monotonic() - begun
+        return {"s": seconds, "ending": int(status), "sums": self.memory.sums_after(room, block)}
+
+
+# --- token ids: PDD's own endpoint and message ------------------------------------------------------------------
+
+
+class Listener:
+    """MD's endpoint."""
+
+    def __init__(self, host: str, keys: str, **_: Any) -> None:
+        hurry()
+        mine = Keys.load(f"{keys}/md")
+        self.endpoint = Endpoint("md", mine, Counters())
+        self.hello = {"endpoint": self.endpoint.bind(f"tcp://{host}:0"), "key": mine.public}
+
+    def listen(self) -> dict[int, float]:
+        """When each message was decoded, until the last one."""
+        arrived: dict[int, float] = {}
+        while True:
+            self.endpoint.poll(1000)
+            for peer, message in self.endpoint.receive():
+                now = time.monotonic()
+                if isinstance(message, Tokens):
+                    arrived.update({chunk.room: now for chunk in message.chunks})
+                elif isinstance(message, Ping | Abort):
+                    self.endpoint.send(peer, Pong())
+                if isinstance(message, Abort):
+                    return arrived
+
+
+class Speaker:
+    """RLD's endpoint."""
+
+    def __init__(self, keys: str, there: dict[str, Any], **_: Any) -> None:
+        hurry()
+        self.endpoint = Endpoint("rld", Keys.load(f"{keys}/p"), Counters())
+        self.peer = there["endpoint"]
+        self.endpoint.dial(self.peer, there["key"])
+        self.hello = None
+
+    def speak(self, seconds: float) -> dict[int, float]:
+        """A message of 100 ids each 5 ms. When each was sent."""
+        self._ask(Ping())
+        sent = {}
+        end = time.monotonic() + seconds
+        for index in itertools.count():
+            sent[index] = time.monotonic()
+            if sent[index] > end:
+                del sent[index]
+                break
+            if not self.endpoint.send(self.peer, Tokens((Chunk(index, 0, IDS),), load=1)):
+                raise SystemExit("the endpoint has dropped a message")
+            time.sleep(BETWEEN_IDS_S)
+        self._ask(Abort(0, "end"))
+        return sent
+
+    def _ask(self, question: Ping | Abort) -> None:
+        self.endpoint.send(self.peer, question)
+        end = time.monotonic() + PATIENCE_S
+        while not self.endpoint.receive():
+            if time.monotonic() > end:
+                raise SystemExit("no answer from the other end")
+            self.endpoint.poll(100)
+
+
+def hurry() -> None:
+    """Real-time priority where that is allowed, as the emulator has: what is measured is the network, not who of all
+    that shares this machine's cores is next."""
+    with contextlib.suppress(PermissionError):
+        os.sched_setscheduler(0, os.SCHED_FIFO, os.sched_param(40))
+
+
+ROLES: dict[str, Any] = {
+    "target": Target,
+    "source": Source,
+    "engine-target": EngineTarget,
+    "engine-source": EngineSource,
+    "listener": Listener,
+    "speaker": Speaker,
+}
+
+
+def main() -> None:
+    setting = json.loads(sys.argv[2])
+    if setting.get("busy"):
+        threading.Thread(target=spin, daemon=True).start()
+    end = ROLES[sys.argv[1]](**setting)
+    print(MARK + json.dumps(end.hello), flush=True)
+    for line in sys.stdin:
+        command = json.loads(line)
+        print(MARK + json.dumps(getattr(end, command.pop("do"))(**command)), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -11,6 +11,7 @@ Afterwards the processes, the namespaces and the emulator are gone.
 from __future__ import annotations
 
 import atexit
+import ctypes
 import hashlib
 import json
 import os
@@ -21,8 +22,8 @@ import socket
 import subprocess
 import tempfile
 import time
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Literal
 
@@ -171,6 +172,19 @@ class Wan:
         """The same command, to be run on one side."""
         return ["ip", "netns", "exec", self.namespaces[side], *command]
 
+    @contextmanager
+    def inside(self, side: Side) -> Iterator[None]:
+        """This thread, and what it starts meanwhile, are on one side."""
+        here = os.open("/proc/thread-self/ns/net", os.O_RDONLY)
+        there = os.open(f"/var/run/netns/{self.namespaces[side]}", os.O_RDONLY)
+        try:
+            _set_namespace(there)
+            yield
+        finally:
+            _set_namespace(here)
+            os.close(there)
+            os.close(here)
+
     def start(self, side: Side, command: Sequence[str], **popen: Any) -> subprocess.Popen[Any]:
         """Start a process on one side. It gets a session of its own: Ctrl-C reaches it through `close` only."""
         process = subprocess.Popen(self.command(side, command), start_new_session=True, **popen)
@@ -214,6 +228,14 @@ def ip_bytes(stats: dict[str, Any]) -> int:
     """Bytes of IP packets on the link in both directions, with the headers of segments that travelled merged."""
     header = 52  # IPv4, TCP, timestamps
     return sum(int(d["bytes"]) + (int(d["segs"]) - int(d["pk"])) * header for d in (stats["ab"], stats["ba"]))
+
+
+def _set_namespace(file: int) -> None:
+    if _LIBC.setns(file, 0) != 0:  # Python has it from 3.12 on
+        raise WanError(f"cannot enter the network namespace: {os.strerror(ctypes.get_errno())}")
+
+
+_LIBC = ctypes.CDLL(None, use_errno=True)
 
 
 def _end(process: subprocess.Popen[Any]) -> None:

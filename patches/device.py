@@ -126,10 +126,13 @@ class _Staging:
 
     @staticmethod
     def make(device: torch.device) -> _Staging:
-        cuda = device.type == "cuda"
-        host = torch.empty(MAX_PAYLOAD, dtype=torch.uint8, pin_memory=cuda)
-        near = torch.empty(MAX_PAYLOAD, dtype=torch.uint8, device=device)
-        return _Staging(host, near, memoryview(host.numpy()), torch.cuda.Stream(device) if cuda else None)
+        away = device.type != "cpu"
+        # Pinning makes a context on the thread's current device, which need not be this one.
+        with torch.accelerator.device_index(device.index if away else None):
+            host = torch.empty(MAX_PAYLOAD, dtype=torch.uint8, pin_memory=away)
+            near = torch.empty(MAX_PAYLOAD, dtype=torch.uint8, device=device)
+            stream = torch.Stream(device) if away else None
+        return _Staging(host, near, memoryview(host.numpy()), stream)
 
     @contextlib.contextmanager
     def working(self) -> Iterator[None]:
@@ -137,7 +140,7 @@ class _Staging:
         if self.stream is None:
             yield
             return
-        with torch.cuda.stream(self.stream):
+        with self.stream:
             yield
         self.stream.synchronize()
 

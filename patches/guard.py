@@ -125,13 +125,16 @@ def _source() -> Any:
     return HookSource("pdd", "sglang-pdd")
 
 
+# Called by workers, which wait in them for the link.
+_SENDING = ("lanes", "mooncake", "nixl", "streams")
+
+
 def _load(entry: Entry) -> Callable[..., Any]:
     assert entry.by is not None, entry.path
     module, _, name = entry.by.partition(":")
     hook: Callable[..., Any] = getattr(importlib.import_module(f"sglang_pdd.patches.{module}"), name)
     hook = _fail_open(entry, hook) if entry.safe else hook
-    # Those of sending are called by workers, which wait in them for the link.
-    return hook if entry.process == "launcher" or module in ("mooncake", "streams") else _timed(entry, hook)
+    return hook if entry.process == "launcher" or module in _SENDING else _timed(entry, hook)
 
 
 def _timed(entry: Entry, hook: Callable[..., Any]) -> Callable[..., Any]:

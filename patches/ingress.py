@@ -25,7 +25,7 @@ from sglang_pdd.config import PddConfig
 from sglang_pdd.discovery import Finder
 from sglang_pdd.metrics import Counters
 from sglang_pdd.node import Machine, Node
-from sglang_pdd.patches import guard
+from sglang_pdd.patches import engines, guard
 from sglang_pdd.protocol import Hello, Landing
 from sglang_pdd.timeline import Timeline
 from sglang_pdd.transport import Endpoint
@@ -72,9 +72,9 @@ class Seam:
         self.node: Node | None = None
         self._known_keys = keys.Keys.load(config.keys) if config.keys else None
         self._public_key = self._known_keys.public if self._known_keys else ""
-        self._engine_sessions = all_ranks(self.kv_manager.get_session_id())
+        self._engine_sessions = all_ranks(engines.session_of(self.kv_manager))
         self._places: tuple[Landing, ...] = ()  # where all ranks take KV streams
-        self._fingerprint = fingerprint(scheduler)
+        self._fingerprint = fingerprint(scheduler, self.kv_manager)
 
     # --- what a role provides ---
 
@@ -174,7 +174,7 @@ def wake(sleeper: Any, endpoint: Endpoint) -> None:
     endpoint.on_socket_closed = sleeper.poller.unregister
 
 
-def fingerprint(scheduler: Any) -> dict[str, str]:
+def fingerprint(scheduler: Any, manager: Any) -> dict[str, str]:
     """What two roles must have in common, each as a short text."""
     config = scheduler.model_config
     model = config.hf_config.to_dict()
@@ -186,6 +186,7 @@ def fingerprint(scheduler: Any) -> dict[str, str]:
         if scheduler.tokenizer
         else "none",
         "page_size": str(scheduler.token_to_kv_pool_allocator.page_size),
+        "transfer_engine": engines.name_of(manager),
         "kv_cache_dtype": str(scheduler.tp_worker.model_runner.kv_cache_dtype),
         "sampling": " ".join(f"{name}={getattr(scheduler.server_args, name)}" for name in _SAMPLING_FLAGS),
     }

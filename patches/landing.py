@@ -91,7 +91,7 @@ def _landings() -> Landings | None:
 
 
 def before_metadata(manager: Any, **said: Any) -> None:
-    """Before ``MooncakeKVManager.build_receiver_metadata_message``."""
+    """Before an engine's ``build_receiver_metadata_message``."""
     if (landings := _landings()) is not None and not said["is_dummy"]:
         landings.open(said["bootstrap_room"], said["kv_indices"].tobytes(), said["aux_index"])
 

@@ -16,7 +16,7 @@ from http import HTTPStatus
 from typing import Any
 
 from sglang.srt.disaggregation.base import KVPoll
-from sglang.srt.disaggregation.utils import FAKE_BOOTSTRAP_HOST, prepare_abort
+from sglang.srt.disaggregation.utils import FAKE_BOOTSTRAP_HOST
 from sglang.srt.managers.schedule_batch import FINISH_ABORT, NextBatchPlan, ScheduleBatch
 from sglang.srt.mem_cache.common import release_kv_cache
 
@@ -25,8 +25,10 @@ from sglang_pdd.config import MAX_PASS, PddConfig
 from sglang_pdd.main import Main
 from sglang_pdd.patches import extend, ingress, pool
 from sglang_pdd.patches.landing import Landings, listen
+from sglang_pdd.patches.late import Late
 from sglang_pdd.patches.logprobs import append_output_logprob
 from sglang_pdd.patches.prefixes import Prefixes
+from sglang_pdd.protocol import Message
 
 BUSY = 50  # percent of its relays, from which on a relay is handed over from in one shot
 
@@ -73,7 +75,6 @@ class MainSeam(ingress.Seam):
         self._leaving: list[Any] = []  # finished while a pass over them was in flight
         self._passed = False  # the last step was an extend pass
         self._sat_out = False  # and the running decodes were not in it
-        self._late: list[Any] = []  # transfers of requests that have ended
         self.landings: Landings | None = None
         if pool.by_stream(scheduler, config):
             memory = pool.memory(scheduler, self.kv_manager.kv_args)
@@ -84,6 +85,7 @@ class MainSeam(ingress.Seam):
         self.prefixes = Prefixes(
             scheduler, self.counters, self.timeline, self.machine.ignore, self._written, self._landed
         )
+        self.late = Late(scheduler, self.prefixes, self._client_gone, self._tell)
         if self.rank == 0:
             self.connect(self.machine, listen=True)
 
@@ -92,7 +94,7 @@ class MainSeam(ingress.Seam):
         return self.scheduler.disagg_decode_prealloc_queue.kv_manager
 
     def open_rooms(self) -> int:
-        return len(self._sessions) + len(self._late) + len(self.prefixes)
+        return len(self._sessions) + len(self.late) + len(self.prefixes)
 
     def _written(self, room: int) -> None:
         """Nothing is to be written for this room any more."""
@@ -200,44 +202,17 @@ class MainSeam(ingress.Seam):
                 self.scheduler.waiting_queue.remove(req)
             self._leave(req)
             return
-        self._late.append(session.transfer)
+        self.late.keep(session.transfer)
 
-    def aborted(self, rid: str, everybody: bool) -> list[Any]:
-        """The client has gone. Transfers that others wait for go on without it; these are kept from SGLang's abort.
+    def _tell(self, req: Any, message: Message) -> None:
+        """Say this to the prefill of a request."""
+        if self.node is not None:
+            self.node.tell(f"{req.bootstrap_host}:{req.bootstrap_port}", message)
 
-        But only once P has sampled: it may be about to abort the request as well, and says nothing of that.
-        """
-        queue = self.scheduler.disagg_decode_transfer_queue.queue
-        mine = [t for t in queue if not everybody and t.req.rid.startswith(rid) and not t.req.finished()]
-        kept = [t for t in mine if t.req.output_ids and self.prefixes.followed(t)]
-        for transfer in kept:
-            req = transfer.req
-            prepare_abort(req, "Aborted by AbortReq.", HTTPStatus.INTERNAL_SERVER_ERROR)
-            if (session := self._sessions.get(req.bootstrap_room)) and session.transfer is transfer:
-                self._close(req.bootstrap_room, "aborted")
-            self.scheduler.output_streamer.stream_output([req], req.return_logprob)
-            self._late.append(transfer)
-        return kept
-
-    def _give_way(self) -> None:
-        """Nobody reads what these bring, yet: they end when others want the link or the pool.
-
-        Who has only just come may follow one of them; who waits for memory is seen waiting.
-        """
-        queue = self.scheduler.disagg_decode_transfer_queue.queue
-        here = {id(t) for t in queue}
-        self._late = [t for t in self._late if id(t) in here]
-        prealloc = self.scheduler.disagg_decode_prealloc_queue
-        short = prealloc.retracted_queue or any(s.transfer is None for s in self._sessions.values())
-        if len(queue) == len(self._late) and not short and not any(r.waiting_for_input for r in prealloc.queue):
-            return
-        late, self._late = self._late, [t for t in self._late if self.prefixes.followed(t)]
-        spared = {id(t) for t in self._late}
-        for transfer in [t for t in late if id(t) not in spared]:
-            # P may still write into these pages: SGLang holds them until P acknowledges the abort.
-            transfer.kv_receiver.abort()
-            # With its reason taken away SGLang logs the end of this transfer as somebody else's, not as an error.
-            transfer.kv_receiver.kv_mgr.failure_records.pop(transfer.req.bootstrap_room, None)
+    def _client_gone(self, transfer: Any) -> None:
+        room = transfer.req.bootstrap_room
+        if (session := self._sessions.get(room)) and session.transfer is transfer:
+            self._close(room, "aborted")
 
     def commit(self, original: Callable[..., None], queue: Any, transfer: Any) -> None:
         """The KV is here. SGLang's commit appends the first token; if MD has that already, it must not do so again."""
@@ -305,8 +280,8 @@ class MainSeam(ingress.Seam):
     def begin_step(self) -> None:
         """Requests have been received, nothing else has happened yet in this step."""
         scheduler, req = self.scheduler, self._middle
-        if self._late:
-            self._give_way()
+        if len(self.late) or len(self.prefixes):
+            self.late.step(short=any(s.transfer is None for s in self._sessions.values()))
         extend.merge_last(scheduler, req)
         self._middle = None
         if req is not None and req.kv.holds_kv and not req.is_retracted:
@@ -470,21 +445,6 @@ def release_request(original: Callable[..., None], queue: Any, decode_req: Any) 
     original(queue, decode_req)
     if seam is not None:
         seam.prefixes.released(decode_req)
-
-
-def abort_request(original: Callable[..., None], scheduler: Any, recv_req: Any) -> None:
-    """Around ``Scheduler.abort_request``."""
-    seam = _seam()
-    kept = seam.aborted(recv_req.rid, recv_req.abort_all) if seam is not None else []
-    if not kept:
-        return original(scheduler, recv_req)
-    transfers = scheduler.disagg_decode_transfer_queue
-    spared = {id(t) for t in kept}
-    queue, transfers.queue = transfers.queue, [t for t in transfers.queue if id(t) not in spared]
-    try:
-        original(scheduler, recv_req)
-    finally:
-        transfers.queue = queue
 
 
 def commit_transfer(original: Callable[..., None], queue: Any, decode_req: Any) -> None:

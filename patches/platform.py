@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,8 @@ from sglang.srt.platforms.cpu import CpuDeviceMixin
 from sglang.srt.platforms.device_mixin import PlatformEnum
 from sglang.srt.platforms.interface import PlatformCapabilities, SRTPlatform
 from sglang.srt.runtime_context import get_disagg
+
+NIXL_SLEEP_US = 10_000  # at most, between two looks at its sockets; whatever comes in wakes it
 
 
 class PddCpuPlatform(CpuDeviceMixin, SRTPlatform):
@@ -40,6 +43,7 @@ class PddCpuPlatform(CpuDeviceMixin, SRTPlatform):
             return
         os.environ.setdefault("MC_FORCE_TCP", "1")
         os.environ.setdefault("MOONCAKE_PROTOCOL", "tcp")
+        os.environ.setdefault("UCX_TLS", "tcp")  # NIXL's
         if server_args.disaggregation_mode == "prefill":
             # Sending a cached prefix early records CUDA events.
             os.environ.setdefault("SGLANG_DISAGG_PREFILL_EARLY_SEND_CACHED_PREFIX", "0")
@@ -49,11 +53,34 @@ class PddCpuPlatform(CpuDeviceMixin, SRTPlatform):
 
     def post_load_model(self, model: Any) -> None:
         """Called in the scheduler, before it makes its transfer engine."""
-        if get_disagg().disaggregation_mode == "prefill" and get_disagg().disaggregation_transfer_backend == "mooncake":
+        mode, backend = get_disagg().disaggregation_mode, get_disagg().disaggregation_transfer_backend
+        if mode != "null" and backend == "nixl":
+            _prepare_nixl()
+        if mode == "prefill" and backend == "mooncake":
             from sglang.srt.disaggregation.mooncake.conn import MooncakeKVSender
 
             # There is no pinned memory and there are no events: page indices go to the sender as arrays.
             MooncakeKVSender.supports_host_tensor_indices = False
+
+
+def _prepare_nixl() -> None:
+    """SGLang tells NIXL that its KV is memory of a GPU, and NIXL that its thread may have a core for itself."""
+    from nixl import _bindings
+    from sglang.srt.disaggregation.nixl.conn import NixlKVManager
+
+    original = NixlKVManager.__init__
+
+    @functools.wraps(original)
+    def init(manager: Any, args: Any, *more: Any, **named: Any) -> None:
+        args.kv_data_mem_kinds = ["DRAM"] * len(args.kv_data_ptrs)
+        original(manager, args, *more, **named)
+
+    class Config(_bindings.nixlAgentConfig):
+        def __setattr__(self, name: str, value: Any) -> None:
+            super().__setattr__(name, NIXL_SLEEP_US if name == "pthrDelay" else value)
+
+    NixlKVManager.__init__ = init
+    _bindings.nixlAgentConfig = Config
 
 
 def share_cpus(ranks: int) -> str:

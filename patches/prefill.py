@@ -25,10 +25,10 @@ from sglang.srt.disaggregation.utils import (
 from sglang.srt.managers.schedule_batch import FINISH_LENGTH
 from sglang.srt.runtime_context import get_parallel
 
-from sglang_pdd.actions import AnswerEarly, Command, DropRelay, KnowLandings, OpenRelay
+from sglang_pdd.actions import AnswerEarly, Command, Demote, DropRelay, KnowLandings, OpenRelay
 from sglang_pdd.config import PddConfig
-from sglang_pdd.drc import REFETCH, hit_bin
-from sglang_pdd.patches import ingress, mooncake, pool, streams
+from sglang_pdd.drc import hit_bin, waiting_tokens
+from sglang_pdd.patches import ingress, lanes, pool, streams
 from sglang_pdd.patches.drain import Drain
 from sglang_pdd.patches.logprobs import output_logprobs
 from sglang_pdd.patches.sampling import obstacle, request_of
@@ -66,11 +66,12 @@ class PrefillSeam(ingress.Seam):
         self._relays: dict[int, _Relay] = {}
         self._queued: set[int] = set()  # rooms whose last chunk is queued
         self._early: set[int] = set()  # rooms whose client need not wait for the copy
+        self._idle: set[int] = set()  # rooms that nobody waits for
         self._ended: deque[tuple[float, int]] = deque()  # relay rooms that are over, and since when
         self._copies = -1
         self._drain = Drain.open()
         self.machine = Prefill(self.counters, config, self._fingerprint)
-        self._lanes = mooncake.make_lanes(config, self._is_lan, self._sent)
+        self._lanes = lanes.make_lanes(config, self._is_lan, self._sent)
         self._streams = self._make_streams() if pool.by_stream(scheduler, config) else None
         streams.streams = self._streams
         self._lan_sessions: set[str] = set()
@@ -113,6 +114,8 @@ class PrefillSeam(ingress.Seam):
             self._open(command)
         elif isinstance(command, KnowLandings) and self._streams is not None:
             self._streams.know(command.sessions, command.landings)
+        elif isinstance(command, Demote):
+            self._demote(command)
         elif isinstance(command, DropRelay) and (relay := self._relays.get(command.relay_room)):
             self._end(relay, "relay_dropped", why=command.why)
 
@@ -128,6 +131,8 @@ class PrefillSeam(ingress.Seam):
         leaders = self._leaders(req, sessions)
         own, ahead = self._bytes_of_rank(missing), sum(leaders.values())
         landing_ms = self._streams.open(room, own, leaders) if self._streams is not None else None
+        if self._streams is not None and (tokens := waiting_tokens(req.rid)) is not None:
+            self._streams.urge(room, self._bytes_of_rank(tokens))
         if self.node is None:
             return
         if landing_ms is None:
@@ -142,6 +147,44 @@ class PrefillSeam(ingress.Seam):
             predicted_ms=round(landing_ms, 1),
         )
         self.do(self.machine.bootstrapped(Job(room, sessions, request_of(req), landing_ms, obstacle(req))))
+
+    def _demote(self, command: Demote) -> None:
+        """MD's request has ended before its KV landed; or others have come who want that."""
+        room = command.room
+        if room not in self._requests or not {*self._sessions_of(room)} <= {*command.sessions}:
+            return
+        (self._idle.add if command.demoted else self._idle.discard)(room)
+        if self._streams is not None and self._streams.demote(room, command.demoted):
+            self.counters.inc("wan.demoted", int(command.demoted))
+            self.timeline.event("demoted" if command.demoted else "promoted", room)
+
+    def make_room(self) -> None:
+        """Each step, on all ranks alike: copies that nobody waits for end if others want this pool; or the link, where
+        there are no streams that could put them last."""
+        inflight = self.scheduler.disagg_prefill_inflight_queue
+        idle = [req for req in inflight if req.bootstrap_room in self._idle] if self._idle else []
+        if not idle or not ((self._streams is None and len(inflight) > len(idle)) or self._is_short()):
+            return
+        for req in idle:
+            req.disagg_kv_sender.abort()
+            self._idle.discard(req.bootstrap_room)
+            self.counters.inc("wan.given_up")
+            self.timeline.event("given_up", req.bootstrap_room)
+
+    def _is_short(self) -> bool:
+        """Does the next prompt wait for what copies hold: pages, a row, a metadata slot?"""
+        scheduler = self.scheduler
+        if scheduler.req_to_token_pool.available_size() == 0 and scheduler.waiting_queue:
+            return True
+        if scheduler.req_to_metadata_buffer_idx_allocator.available_size() == 0:
+            return bool(self._queue.queue)
+        if not scheduler.waiting_queue:
+            return False
+        pool, tree = scheduler.token_to_kv_pool_allocator, scheduler.tree_cache
+        needed = len(scheduler.waiting_queue[0].origin_input_ids) + pool.page_size
+        return (
+            needed > pool.available_size() + tree.evictable_size() or scheduler.req_to_token_pool.available_size() == 0
+        )
 
     def _leaders(self, req: Any, sessions: tuple[str, ...]) -> dict[int, int]:
         """Rooms that must land before this request can run, and how many of their tokens were not sent yet.
@@ -177,7 +220,7 @@ class PrefillSeam(ingress.Seam):
 
     def _count_hit(self, req: Any) -> None:
         """How well MD's cache keeps up with P's."""
-        if req.rid.startswith(REFETCH):
+        if waiting_tokens(req.rid) is not None:
             return
         page, tokens = self.scheduler.token_to_kv_pool_allocator.page_size, len(req.origin_input_ids)
         name = hit_bin(req.cached_tokens, (tokens - 1) // page * page)
@@ -252,6 +295,7 @@ class PrefillSeam(ingress.Seam):
         """False: it was none of ours."""
         self._early.discard(room)
         self._queued.discard(room)
+        self._idle.discard(room)
         if self._requests.pop(room, None) is None:
             return False
         self._lanes.forget(room)
@@ -426,6 +470,7 @@ def inflight_queue(
     seam = _seam()
     if seam is None:
         return original(scheduler, rids_to_check)
+    seam.make_room()
     seam.pump(_stock_send)
     done = original(scheduler, rids_to_check)
     seam.concluded(done)

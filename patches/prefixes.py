@@ -5,8 +5,9 @@ SGLang has reduced the polls over all ranks when they come here, so that all ran
 
 from __future__ import annotations
 
+import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,7 +22,7 @@ from sglang.srt.disaggregation.utils import (
     poll_and_all_reduce,
 )
 
-from sglang_pdd.drc import REFETCH, Pages, Refetch
+from sglang_pdd.drc import Pages, Refetch, refetch_rid
 from sglang_pdd.metrics import Counters
 from sglang_pdd.patches.drc import DecodeCache
 from sglang_pdd.timeline import Timeline
@@ -37,7 +38,20 @@ class _Copy:
     receiver: Any
     lock: Any
     metadata_buffer_index: int = -1
+    asked: float | None = None  # when P was told where to write
     deadline: float | None = None  # it has failed; until then its writer may take to end
+    given_up: bool = False  # nobody wants it any more
+    unanswered: bool = False  # P's HTTP port has said nothing
+    over: bool = False  # SGLang has forgotten its room
+
+    @property
+    def flying(self) -> bool:
+        return self.metadata_buffer_index >= 0 and self.deadline is None
+
+    def forget(self) -> None:
+        """Of SGLang's tables, what a room leaves in them whose end was not seen by SGLang's queue."""
+        self.receiver.kv_mgr.clear_deferred_abort_state(self.refetch.room)
+        self.receiver.kv_mgr.failure_records.pop(self.refetch.room, None)
 
 
 class Prefixes:
@@ -80,9 +94,13 @@ class Prefixes:
     def _queue(self) -> Any:
         return self._scheduler.disagg_decode_transfer_queue
 
-    def followed(self, transfer: Any) -> bool:
-        """Does anybody wait for what this transfer brings?"""
-        return self._knows(transfer) and self.cache.pending.followed(transfer.req.bootstrap_room)
+    def followed(self, transfer: Any, besides: Set[int] = frozenset()) -> bool:
+        """Does anybody wait for what this transfer brings, besides these rooms?"""
+        return self._knows(transfer) and self.awaited(transfer.req.bootstrap_room, besides)
+
+    def awaited(self, room: int, besides: Set[int]) -> bool:
+        """Does anybody wait for what comes under this room, besides these?"""
+        return not self.cache.pending.followers(room).keys() <= besides
 
     # --- a transfer's way ---
 
@@ -94,6 +112,7 @@ class Prefixes:
         cache, room = self.cache, req.bootstrap_room
         if room in cache.pending:
             transfer.kv_receiver.abort()  # nobody could tell the two transfers apart
+            transfer.kv_receiver.send_metadata = _unsaid  # or P would write the other one's KV to this one's pages
             return
         row = cache.row(req, len(req.origin_input_ids))
         shared, refetches = cache.pending.begin(room, row, prefix_len // cache.page_size)
@@ -154,40 +173,65 @@ class Prefixes:
     # --- what is fetched again ---
 
     def ask(self) -> None:
-        """Begin what could not begin for want of a metadata slot.
+        """Begin what could not begin for want of a metadata slot, if anybody waits for it still.
 
         Also before SGLang admits anybody: who takes the last slot may wait for what is to be fetched.
         """
-        for copy in self._copies:
-            if copy.metadata_buffer_index < 0:
+        for copy in [c for c in self._copies if c.metadata_buffer_index < 0]:
+            if not self.cache.pending.followed(copy.refetch.room):
+                self.cache.pending.failed(copy.refetch.room)
+                self._release(copy)
+            else:
                 self._ask(copy)
+
+    def orphans(self, besides: Set[int] = frozenset()) -> dict[int, Any]:
+        """What is fetched again although nobody waits for it any more, besides these rooms.
+
+        Returns rooms, and requests to the same P.
+        """
+        flying = [c for c in self._copies if c.flying]
+        return {c.refetch.room: c.req for c in flying if not self.awaited(c.refetch.room, besides)}
+
+    def give_up(self, besides: Set[int] = frozenset()) -> None:
+        """Others want the pool: what nobody waits for ends."""
+        orphans = self.orphans(besides)
+        for copy in [c for c in self._copies if c.refetch.room in orphans]:
+            copy.given_up = True
+            copy.receiver.abort()
+
+    def all_aborted(self) -> None:
+        """SGLang is about to abort all transfers: nobody waits for anything any more."""
+        for room in self._transfers:
+            self.cache.pending.failed(room)
+        self.give_up()
 
     def pump(self) -> None:
         """Once a step, after SGLang has looked at its transfers."""
         if not self._copies:
             return
         self.ask()
-        flying = [c for c in self._copies if c.metadata_buffer_index >= 0 and c.deadline is None]
+        flying = [c for c in self._copies if c.flying]
         draining = [c for c in self._copies if c.deadline is not None]
         queue = self._queue
         receivers = [c.receiver for c in flying]
         polls = poll_and_all_reduce(receivers, queue.gloo_group, flying, queue.metadata_buffers) if flying else []
         self._keep([c.receiver for c, poll in zip(flying, polls, strict=True) if poll == KVPoll.Failed])
-        for copy, poll in zip(flying, polls, strict=True):
-            if poll == KVPoll.Success:
-                self.cache.pending.progress(copy.refetch.room)
-                self.cache.pending.end(copy.refetch.room)
-                self._let_go(copy)
-            elif poll == KVPoll.Failed:
-                self._failed(copy)
+        for copy in [c for c, poll in zip(flying, polls, strict=True) if poll == KVPoll.Success]:
+            self.cache.pending.progress(copy.refetch.room)
+            self.cache.pending.end(copy.refetch.room)
+            self._let_go(copy)
+        failed = [c for c, poll in zip(flying, polls, strict=True) if poll == KVPoll.Failed]
+        silent = [self._is_silent(c) for c in failed]
+        for copy, all_fail in zip(
+            failed, all_reduce_flags(silent, queue.gloo_group, torch.distributed.ReduceOp.MAX), strict=True
+        ):
+            self._failed(copy, all_fail)
         ended = [self._has_ended(c) for c in draining]
         for copy, over in zip(
             draining, all_reduce_flags(ended, queue.gloo_group, torch.distributed.ReduceOp.MIN), strict=True
         ):
             if over:
-                refetches = self.cache.pending.released(copy.refetch.room)
-                self._let_go(copy)
-                self._fetch(refetches)
+                self._release(copy)
 
     def _fetch(self, refetches: tuple[Refetch, ...]) -> None:
         """Begin these: they hold the tree's nodes themselves, since their followers may leave before they land."""
@@ -200,7 +244,8 @@ class Prefixes:
             receiver.init(known.prefill_dp_rank)
             row = self.cache.pending.row(refetch.room)
             lock = self.cache.hold(follower.req, refetch.end)
-            self._copies.append(_Copy(refetch, follower.req, row, receiver, lock))
+            receiver.pdd_copy = copy = _Copy(refetch, follower.req, row, receiver, lock)
+            self._copies.append(copy)
             tokens = (refetch.end - refetch.start) * self.cache.page_size
             self._counters.inc("drc.refetched", tokens)
             self._timeline.event("refetch", refetch.follower, under=refetch.room, tokens=tokens)
@@ -216,45 +261,91 @@ class Prefixes:
         pages = copy.row[refetch.start :].astype(np.int32)
         if copy.receiver.conclude_state == KVPoll.Failed:
             return  # P is not there; the poll will say so on all ranks
+        copy.asked = time.monotonic()
         copy.receiver.send_metadata(pages, copy.metadata_buffer_index, [], decode_prefix_len=refetch.start * page)
         payload = req.build_rebootstrap_payload()
         payload["input_ids"] = [int(token) for token in req.origin_input_ids[: refetch.end * page]]
-        payload["rid"] = f"{REFETCH}{refetch.room:019d}"
+        least = min(self.cache.pending.followers(refetch.room).values())
+        payload["rid"] = refetch_rid(refetch.room, least * page)
         payload["bootstrap_room"] = refetch.room
         copy.receiver.kv_mgr.submit_prefill_recompute(copy.receiver, payload)
 
-    def _failed(self, copy: _Copy) -> None:
-        """Its follower ends as any request whose transfer fails; others try by themselves."""
-        self._counters.inc("drc.refetches_failed")
+    def _failed(self, copy: _Copy, silent: bool) -> None:
+        """Its follower ends as any request whose transfer fails; others try by themselves.
+
+        Args:
+            silent: P has not answered in all the time there is, so it need not be asked for the others.
+        """
+        self._counters.inc("drc.refetches_failed", int(not copy.given_up))
         copy.receiver.ensure_abort_notified(force_arm=True)
         copy.deadline = time.monotonic() + self._queue.deferred_kv_release_timeout
         pending, room = self.cache.pending, copy.refetch.room
         pending.failed(room)
-        follower = self._transfers.get(copy.refetch.follower)
-        if follower is not None and self._knows(follower) and not pending.ready(copy.refetch.follower):
-            pending.failed(copy.refetch.follower)
-            follower.kv_receiver.abort()
+        asked = (copy.refetch.follower, *(pending.followers(room) if silent else ()))
+        for name in dict.fromkeys(asked):
+            follower = self._transfers.get(name)
+            if follower is None or not self._knows(follower) or pending.ready(name):
+                continue
+            if follower.kv_receiver.bootstrap_addr == copy.receiver.bootstrap_addr:
+                pending.failed(name)
+                follower.kv_receiver.abort()
+
+    @staticmethod
+    def _is_silent(copy: _Copy) -> bool:
+        if copy.given_up or copy.asked is None:
+            return False
+        return copy.unanswered or time.monotonic() - copy.asked >= copy.receiver.kv_mgr.waiting_timeout
 
     @staticmethod
     def _has_ended(copy: _Copy) -> bool:
+        if copy.asked is None:
+            return True  # P knows of nothing to write to
         acks = len(copy.receiver.bootstrap_infos) if copy.receiver.abort_notified else 0
         assert copy.deadline is not None
         safe = copy.receiver.kv_mgr.is_abort_release_safe(copy.refetch.room, acks)
         return bool(safe) or time.monotonic() > copy.deadline
 
+    def _release(self, copy: _Copy) -> None:
+        """It has failed, and nobody writes its pages any more."""
+        refetches = self.cache.pending.released(copy.refetch.room)
+        self._let_go(copy)
+        self._fetch(refetches)
+
     def _let_go(self, copy: _Copy) -> None:
         self._copies.remove(copy)
-        room, manager = copy.refetch.room, copy.receiver.kv_mgr
-        self._over(room)
+        self._over(copy.refetch.room)
         self.cache.unlock(copy.lock)
         self.cache.cut(copy.req, copy.row)
-        self._queue.metadata_buffers.clear_slot(copy.metadata_buffer_index)
-        self._queue.req_to_metadata_buffer_idx_allocator.free(copy.metadata_buffer_index)
-        manager.clear_deferred_abort_state(room)
+        if copy.metadata_buffer_index >= 0:
+            self._queue.metadata_buffers.clear_slot(copy.metadata_buffer_index)
+            self._queue.req_to_metadata_buffer_idx_allocator.free(copy.metadata_buffer_index)
         copy.receiver.clear()
-        manager.failure_records.pop(room, None)
+        copy.over = True  # first: the answer to its HTTP request may come at any time, see `recompute_failed`
+        copy.forget()
 
 
 def _senders(receiver: Any) -> int:
     """Ranks of P that send something to this rank; none if P was never reached."""
     return sum(not info["is_dummy"] for info in getattr(receiver, "bootstrap_infos", None) or ())
+
+
+def _unsaid(*args: Any, **kwargs: Any) -> None:
+    """Instead of a receiver's ``send_metadata``."""
+
+
+# --- hooks ------------------------------------------------------------------------------------------------------
+
+
+def recompute_failed(original: Callable[..., None], manager: Any, kv_receiver: Any, reason: str) -> None:
+    """Around ``CommonKVManager._fail_prefill_recompute``, in a thread of SGLang's: an HTTP request has failed.
+
+    Its refetch may be long over by then, well or badly; SGLang would note the room down again and keep it for good.
+    """
+    copy: _Copy | None = getattr(kv_receiver, "pdd_copy", None)
+    if copy is None:
+        return original(manager, kv_receiver, reason)
+    copy.unanswered = sys.exc_info()[0] is not None  # SGLang handles an exception: there was no answer
+    if not copy.over:
+        original(manager, kv_receiver, reason)
+    if copy.over:
+        copy.forget()

@@ -6,6 +6,7 @@ All of it runs in the launcher. The configuration travels to the other processes
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import os
 import sys
 from collections.abc import Sequence
@@ -39,7 +40,7 @@ _IMPLIED: dict[str, tuple[tuple[str, Any, Any], ...]] = {
 
 # Stock flags that PDD has not been run with: field -> the only value served. Of a union, any of them.
 SERVED: dict[str, tuple[Any, ...]] = {
-    "disaggregation_transfer_backend": ("mooncake", "mooncake_tcp"),
+    "disaggregation_transfer_backend": ("mooncake", "mooncake_tcp", "nixl"),
     "disaggregation_decode_allocation_policy": ("early",),
     "disaggregation_decode_host_receive_threshold": (1.0,),
     "disaggregation_decode_enable_offload_kvcache": (False,),
@@ -76,6 +77,9 @@ SERVED: dict[str, tuple[Any, ...]] = {
     "smg_grpc_mode": (False,),
 }
 _DEFERRED = "SGLANG_DISAGGREGATION_DEFERRED_DECODE_KV_RELEASE"
+_RELEASE = _DEFERRED + "_TIMEOUT"
+# By then the kernel has given up whatever a connection had on its way (tcp_retries2).
+TCP_GIVES_UP = 960.0
 _UNSERVED_ENVIRONMENT = (
     "SGLANG_RUST_SERVER",
     "SGLANG_DISAGG_STAGING_BUFFER",
@@ -106,6 +110,7 @@ def take_flags(_: type, args: argparse.Namespace) -> None:
             imply(config, args, sys.argv[1:])
             refuse(args)
             refuse_code_of_strangers(config, args)
+            prepare_nixl(args)
     except (ConfigError, KeysError) as error:
         guard.fail(str(error))
     attention.take(args, wanted=config.role == "main")
@@ -173,6 +178,20 @@ def refuse_code_of_strangers(config: PddConfig, args: Any) -> None:
     """A custom logit processor is code, and a relay takes it from whoever its prefill is."""
     if config.role == "relay" and config.insecure and getattr(args, "enable_custom_logit_processor", False):
         raise ConfigError("--enable-custom-logit-processor on a relay: drop --pdd-insecure, use --pdd-keys")
+
+
+def prepare_nixl(args: Any) -> None:
+    """NIXL neither cancels a transfer nor notices soon that a link is down: what it may yet write to is not reused.
+
+    SGLang holds the pages of an aborted transfer until P has acknowledged its end, but not for ever.
+    """
+    if args.disaggregation_transfer_backend != "nixl":
+        return
+    if importlib.util.find_spec("nixl") is None:
+        raise ConfigError("--disaggregation-transfer-backend nixl: NIXL is not installed: pip install nixl")
+    held = os.environ.setdefault(_RELEASE, str(TCP_GIVES_UP))
+    if float(held) < TCP_GIVES_UP:
+        raise ConfigError(f"{_RELEASE}={held}: NIXL may write to a page for {TCP_GIVES_UP:.0f} s: unset it")
 
 
 def check_model(model_config: Any) -> str | None:

@@ -17,6 +17,7 @@ import numpy as np
 from sglang.srt.disaggregation.base import KVPoll
 from sglang.srt.disaggregation.common.utils import FastQueue
 
+from sglang_pdd.patches import engines
 from sglang_pdd.protocol import Landing
 from sglang_pdd.wan.frames import room_id
 from sglang_pdd.wan.peer import Peer, Ticket
@@ -28,6 +29,11 @@ logger = logging.getLogger(__name__)
 REMEMBERED = 4096  # rooms that are over
 
 _this_thread = threading.local()
+
+
+class Superseded(BaseException):
+    """Another request has taken the room's number. SGLang's worker must not catch this: whatever it then did or said
+    would be about that request."""
 
 
 class Lane(FastQueue):
@@ -69,7 +75,11 @@ class Lane(FastQueue):
 
         Returns 0 also for a room that has failed, after saying so: an engine's error would make SGLang refuse the whole
         session, which has nothing to do with ours.
+
+        Raises:
+            Superseded: the room's number means another request by now.
         """
+        self._check()
         noted, self._blocks = self._blocks, []
         peer, name = self.peers[session]
         table = np.concatenate([np.zeros((0, 3), np.int64), *(np.array(columns, np.int64).T for columns in noted)])
@@ -82,13 +92,15 @@ class Lane(FastQueue):
         if self._complete == len(self.peers):
             for ticket in self._tickets:
                 ticket.wait()
+            self._check()
         bad = next((ticket for ticket in self._tickets if ticket.ending not in (None, "landed")), None)
-        if bad is None:
-            return 0
-        if lane_of(self.room) is not self and not over(self.room):
-            return -1  # another request has taken the room's number
-        self._fail(bad.reason or str(bad.ending))
+        if bad is not None:
+            self._fail(bad.reason or str(bad.ending))
         return 0
+
+    def _check(self) -> None:
+        if lane_of(self.room) is not self and not over(self.room):
+            raise Superseded(self.room)
 
     def _fail(self, reason: str) -> None:
         self.cancel()
@@ -98,7 +110,9 @@ class Lane(FastQueue):
     def _work(self) -> None:
         _this_thread.lane = self
         try:
-            self.manager.transfer_worker(self, _Inline(), None, 0)
+            engines.work(self.manager, self, _Inline())
+        except Superseded:
+            self.cancel()
         except Exception as error:
             logger.exception("PDD: room %d", self.room)
             self._fail(str(error))
@@ -132,19 +146,16 @@ class Streams:
         """
         self.close(room)
         self._over.pop(room, None)
-        infos = [info for info in self.manager.transfer_infos.get(room, {}).values() if not info.is_dummy]
-        sessions = {info.mooncake_session_id for info in infos}
-        if not sessions or not sessions <= self._landings.keys() & self.manager.decode_kv_args_table.keys():
+        infos = {s: info for s, info in self.manager.transfer_infos.get(room, {}).items() if not info.is_dummy}
+        if not infos or not infos.keys() <= self._landings.keys() & self.manager.decode_kv_args_table.keys():
             return None
-        with self.manager.session_lock:
-            for session in sessions:  # an engine's error, from before P knew this main decode, is none of a stream's
-                self.manager._unblacklist_session(session)
+        engines.forgive(self.manager, infos)  # an engine's error, from before P knew this main decode, is none of ours
         peers = {}
-        for info in infos:
+        for session, info in infos.items():
             name = room_id(room, info.dst_kv_indices.tobytes(), info.dst_aux_index)
-            peers[info.mooncake_session_id] = self._peer(info.mooncake_session_id), name
+            peers[session] = self._peer(session), name
             self._rooms[name] = room
-        share = size if self.manager.is_mla_backend else size // len(infos)
+        share = self._share(size, len(infos))
         landing_ms = max(peer.landing_ms(share) for peer, _ in peers.values())
         for lane in [self._lanes[leader] for leader in leaders if leader in self._lanes]:
             for peer, name in lane.peers.values():
@@ -172,6 +183,19 @@ class Streams:
         if (lane := self._lanes.get(room)) is not None:
             lane.cancel()
 
+    def urge(self, room: int, size: int) -> None:
+        """Somebody waits for it who has ``size`` bytes of his own to come."""
+        if (lane := self._lanes.get(room)) is not None:
+            for peer, name in lane.peers.values():
+                peer.urge(name, self._share(size, len(lane.peers)))
+
+    def demote(self, room: int, demoted: bool) -> bool:
+        """Nobody waits for it, or somebody does again. False: it does not go by stream, and keeps its place."""
+        lane = self._lanes.get(room)
+        for peer, name in lane.peers.values() if lane is not None else ():
+            peer.demote(name, demoted)
+        return lane is not None
+
     def close(self, room: int) -> None:
         """It is over, well or badly."""
         lane = self._lanes.pop(room, None)
@@ -185,6 +209,10 @@ class Streams:
         for _, name in lane.peers.values():
             self._rooms.pop(name, None)
         self._drop_unused(lane.peers)
+
+    def _share(self, size: int, ranks: int) -> int:
+        """What one of so many ranks gets of ``size`` bytes."""
+        return size if self.manager.is_mla_backend else size // ranks
 
     def _drop_unused(self, sessions: Iterable[str]) -> None:
         """Of main decodes that are gone, those with nothing on its way; the transport gives the others up by itself."""
@@ -243,7 +271,11 @@ def send_metadata(original: Callable[..., int], manager: Any, req: Any, *args: A
     return status if lane is None or status != 0 else lane.submit(req.mooncake_session_id, last=True)
 
 
-def status_changed(result: None, manager: Any, bootstrap_room: int, status: Any) -> None:
-    """After ``CommonKVManager.update_status``, from whichever thread: a room that has failed frees the link now."""
+def status_changed(original: Callable[..., None], manager: Any, bootstrap_room: int, status: Any) -> None:
+    """Around ``CommonKVManager.update_status``, from whichever thread: a room that fails frees the link now.
+
+    First: as soon as the scheduler sees that it has failed it may put something else into its pages.
+    """
     if status == KVPoll.Failed and streams is not None:
         streams.cancel(bootstrap_room)
+    original(manager, bootstrap_room, status)

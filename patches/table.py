@@ -46,6 +46,7 @@ BATCH = "sglang.srt.managers.schedule_batch.ScheduleBatch"
 SENDER = "sglang.srt.disaggregation.common.conn.CommonKVSender"
 KV_MANAGER = "sglang.srt.disaggregation.common.conn.CommonKVManager"
 MOONCAKE = "sglang.srt.disaggregation.mooncake.conn.MooncakeKVManager"
+NIXL = "sglang.srt.disaggregation.nixl.conn.NixlKVManager"
 TOKENIZER_MANAGER = "sglang.srt.managers.tokenizer_manager.TokenizerManager"
 BOOTSTRAP_QUEUE = "sglang.srt.disaggregation.prefill.PrefillBootstrapQueue"
 PREFILL_MIXIN = "sglang.srt.disaggregation.prefill.SchedulerDisaggregationPrefillMixin"
@@ -324,7 +325,10 @@ ENTRIES: tuple[Entry, ...] = (
     *_uses("sglang.srt.disaggregation.decode.DecodePreallocQueue", "retracted_queue kv_manager", "can anything free memory?", roles=("main", "relay")),
     *_uses("sglang.srt.mem_cache.base_prefix_cache.BasePrefixCache", "evictable_size protected_size", "the pool, for operators and for the extend pass", roles=ROLES),
     *_uses("sglang.srt.managers.scheduler_components.idle_sleeper.IdleSleeper", "poller", "our sockets end an idle scheduler's sleep", roles=ROLES),
-    *_uses("sglang.srt.disaggregation.mooncake.conn.MooncakeKVManager", "get_session_id", "names this engine to P", roles=ROLES),
+    *_uses(MOONCAKE, "get_session_id", "names this engine to P", roles=ROLES),
+    *_uses("sglang.srt.disaggregation.nixl.conn", "NixlKVManager", "is it NIXL's?", roles=(*ROLES, "pace"), kind="class"),
+    *_uses(NIXL, "agent", "names this engine to P", roles=ROLES),
+    _calls(NIXL, "__init__", "(self, args, disaggregation_mode, server_args, is_mla_backend=False)", "the CPU platform says that KV is memory of the host"),
 
     # --- P: prefill.py
     _hook(
@@ -385,11 +389,19 @@ ENTRIES: tuple[Entry, ...] = (
         "read by P's seam", roles=("prefill",),
     ),
 
-    # --- P: lanes and pacing: mooncake.py
+    # --- P: lanes and pacing: lanes.py, mooncake.py, nixl.py
+    *(
+        _hook(
+            engine, "add_transfer_request",
+            "(self, bootstrap_room, kv_indices, index_slice, is_last_chunk, aux_index=None, state_indices=None, num_kv_tokens=None, *, wait_event=None, indices_event=None, trace_ctx=None)",
+            "around", "lanes:add_transfer_request", "a lane for each destination", roles=SENDERS,
+        )
+        for engine in (MOONCAKE, NIXL)
+    ),
     _hook(
-        MOONCAKE, "add_transfer_request",
-        "(self, bootstrap_room, kv_indices, index_slice, is_last_chunk, aux_index=None, state_indices=None, num_kv_tokens=None, *, wait_event=None, indices_event=None, trace_ctx=None)",
-        "around", "mooncake:add_transfer_request", "a lane for each destination", roles=SENDERS,
+        NIXL, "register_buffer_to_engine",
+        "(self)",
+        "before", "nixl:stand_before", "by stream, or pacing and cancellation", roles=SENDERS,
     ),
     _hook(
         "sglang.srt.distributed.device_communicators.mooncake_transfer_engine.MooncakeTransferEngine", "batch_transfer_sync",
@@ -414,9 +426,24 @@ ENTRIES: tuple[Entry, ...] = (
         "around", "streams:send_metadata", "the last of a room: wait until it has landed", roles=("prefill",),
     ),
     _hook(
+        NIXL, "send_kvcache",
+        "(self, peer_name, prefill_kv_indices, dst_kv_ptrs, dst_kv_indices, dst_gpu_id, dst_mem_kind='VRAM')",
+        "around", "nixl:send_pages", "a chunk's blocks are known: they go by stream", roles=("prefill",),
+    ),
+    _hook(
+        NIXL, "send_kvcache_slice",
+        "(self, peer_name, prefill_kv_indices, dst_kv_indices)",
+        "around", "nixl:send_pages", "the same, between unequal tensor-parallel sizes", roles=("prefill",),
+    ),
+    _hook(
+        NIXL, "send_aux",
+        "(self, peer_name, prefill_aux_index, dst_aux_ptrs, dst_aux_index)",
+        "around", "nixl:send_metadata", "the last of a room: wait until it has landed", roles=("prefill",),
+    ),
+    _hook(
         KV_MANAGER, "update_status",
         "(self, bootstrap_room, status)",
-        "after", "streams:status_changed", "a failed room frees the link at once", roles=("prefill",),
+        "around", "streams:status_changed", "a failed room frees the link at once", roles=("prefill",),
     ),
     _calls(
         KV_MANAGER, "conclude_failure",
@@ -425,14 +452,21 @@ ENTRIES: tuple[Entry, ...] = (
     ),
     _calls(MOONCAKE, "_unblacklist_session", "(self, session_id)", "an engine's error does not close the streams", roles=("prefill",)),
     *_uses(MOONCAKE, "session_lock", "guards what SGLang refuses", roles=("prefill",)),
-    *_uses(MOONCAKE, "decode_kv_args_table is_mla_backend", "where MD's regions are, in its own numbering", roles=("prefill",)),
-    *_uses(
-        "sglang.srt.disaggregation.mooncake.conn.TransferInfo", "dst_kv_indices dst_aux_index is_dummy mooncake_session_id",
-        "names a room on the streams", roles=("prefill",), kind="field",
-    ),
-    *_uses(
-        "sglang.srt.disaggregation.mooncake.conn.KVArgsRegisterInfo", "dst_kv_ptrs dst_aux_ptrs",
-        "where MD's regions are, in its own numbering", roles=("prefill",), kind="field",
+    *_uses(KV_MANAGER, "decode_kv_args_table is_mla_backend", "where MD's regions are, in its own numbering", roles=("prefill",)),
+    *_uses("sglang.srt.disaggregation.mooncake.conn.TransferInfo", "mooncake_session_id", "a rank of MD", roles=("prefill",), kind="field"),
+    *(
+        entry
+        for engine in ("mooncake", "nixl")
+        for entry in (
+            *_uses(
+                f"sglang.srt.disaggregation.{engine}.conn.TransferInfo", "dst_kv_indices dst_aux_index is_dummy",
+                "names a room on the streams", roles=("prefill",), kind="field",
+            ),
+            *_uses(
+                f"sglang.srt.disaggregation.{engine}.conn.KVArgsRegisterInfo", "dst_kv_ptrs dst_aux_ptrs",
+                "where MD's regions are, in its own numbering", roles=("prefill",), kind="field",
+            ),
+        )
     ),
 
     # --- P, MD: the pool as regions: pool.py
@@ -441,16 +475,19 @@ ENTRIES: tuple[Entry, ...] = (
         "kv_data_ptrs kv_data_lens kv_item_lens aux_data_ptrs aux_data_lens aux_item_lens",
         "what may be read or written", roles=("prefill", "main"),
     ),
-    *_uses(MOONCAKE, "kv_args", "what may be read or written", roles=("prefill", "main")),
+    *_uses(KV_MANAGER, "kv_args", "what may be read or written", roles=("prefill", "main")),
     *_uses(SCHEDULER, "disagg_metadata_buffers", "is it memory of the device?", roles=("prefill", "main")),
     *_uses("sglang.srt.disaggregation.utils.MetadataBuffers", "output_ids", "is it memory of the device?", roles=("prefill", "main")),
     *_uses("sglang.srt.mem_cache.allocator.base.BaseTokenToKVPoolAllocator", "device", "where the pool is", roles=("prefill", "main")),
 
     # --- MD: KV streams: landing.py
-    _hook(
-        MOONCAKE, "build_receiver_metadata_message",
-        "(self, *, bootstrap_room, required_dst_info_num, kv_indices, aux_index, state_indices, decode_prefix_len, is_dummy, device_kv_indices=None)",
-        "before", "landing:before_metadata", "a room opens before P is told where to write", roles=("main",),
+    *(
+        _hook(
+            engine, "build_receiver_metadata_message",
+            "(self, *, bootstrap_room, required_dst_info_num, kv_indices, aux_index, state_indices, decode_prefix_len, is_dummy, device_kv_indices=None)",
+            "before", "landing:before_metadata", "a room opens before P is told where to write", roles=("main",),
+        )
+        for engine in (MOONCAKE, NIXL)
     ),
     _hook(
         KV_MANAGER, "is_abort_release_safe",
@@ -467,9 +504,11 @@ ENTRIES: tuple[Entry, ...] = (
         "(self, queue, executor, staging_buffer=None, worker_index=0)",
         "a lane's worker", roles=SENDERS,
     ),
+    _calls(NIXL, "transfer_worker", "(self, queue, staging_buffer=None, worker_index=0)", "a lane's worker", roles=SENDERS),
+    *_uses(MOONCAKE, "transfer_queues", "read by lanes", roles=SENDERS),
+    *_uses(NIXL, "transfer_queues", "read by lanes", roles=SENDERS),
     *_uses(
-        MOONCAKE,
-        "transfer_queues transfer_infos request_status req_to_decode_prefix_len failure_records kv_item_lens_sum",
+        KV_MANAGER, "transfer_infos request_status req_to_decode_prefix_len failure_records kv_item_lens_sum",
         "read by lanes and seams", roles=SENDERS,
     ),
     *_uses("sglang.srt.disaggregation.common.utils", "FastQueue", "a lane is one", roles=SENDERS, kind="class"),
@@ -535,7 +574,7 @@ ENTRIES: tuple[Entry, ...] = (
     _hook(
         SCHEDULER, "abort_request",
         "(self, recv_req)",
-        "around", "main:abort_request", "a transfer that others wait for goes on", roles=("main",),
+        "around", "late:abort_request", "a transfer that others wait for goes on", roles=("main",),
     ),
     _hook(
         SCHEDULER, "is_fully_idle",
@@ -705,7 +744,12 @@ ENTRIES: tuple[Entry, ...] = (
     *_uses(RECEIVER, "bootstrap_infos bootstrap_room abort_notified bootstrap_addr prefill_dp_rank", "what is fetched again", roles=("main",)),
     _calls(KV_MANAGER, "submit_prefill_recompute", "(self, kv_receiver, payload)", "what is fetched again", roles=("main",)),
     _calls(KV_MANAGER, "clear_deferred_abort_state", "(self, bootstrap_room)", "its writer has ended", roles=("main",)),
-    *_uses(KV_MANAGER, "failure_records", "what is fetched again", roles=("main",)),
+    _hook(
+        KV_MANAGER, "_fail_prefill_recompute",
+        "(self, kv_receiver, reason)",
+        "around", "prefixes:recompute_failed", "P does not answer; or what is over must not come back", roles=("main",),
+    ),
+    *_uses(KV_MANAGER, "failure_records waiting_timeout", "what is fetched again", roles=("main",)),
     _calls(REQ, "build_rebootstrap_payload", "(self)", "what is fetched again", roles=("main",)),
     *_uses(
         TRANSFER_QUEUE, "gloo_group metadata_buffers req_to_metadata_buffer_idx_allocator deferred_kv_release_timeout",

@@ -67,6 +67,18 @@ class KnowLandings:
     landings: tuple[Landing, ...]
 
 
+@dataclass(frozen=True, slots=True)
+class Demote:
+    """Nobody waits for the KV of ``room``: it goes when nothing else does. Or somebody does again.
+
+    ``sessions``: who says so; the room must be theirs.
+    """
+
+    room: int
+    sessions: tuple[str, ...]
+    demoted: bool
+
+
 # --- commands: RLD ----------------------------------------------------------------------------------------------
 
 
@@ -106,5 +118,5 @@ class GiveUp:
     room: int
 
 
-Command = AnswerEarly | OpenRelay | DropRelay | KnowLandings | StartDecode | StopDecode | Emit | GiveUp
+Command = AnswerEarly | OpenRelay | DropRelay | KnowLandings | Demote | StartDecode | StopDecode | Emit | GiveUp
 Action = Send | Dial | HangUp | Command

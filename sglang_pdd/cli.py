@@ -165,15 +165,19 @@ def _hooks() -> Iterator[Check]:
 
 
 def _engine() -> Iterator[Check]:
-    try:
-        _import("mooncake.engine")
-    except Exception as error:
-        problem = f"mooncake.engine: {_why(error)}"
+    found, why = [], ""
+    for module, name in (("nixl._api", "NIXL"), ("mooncake.engine", "Mooncake")):
+        try:
+            _import(module)
+        except Exception as error:
+            why = f"{module}: {_why(error)}"
+        else:
+            found.append(name)
+    if found:
+        yield Check("transfer engine", "ok", ", ".join(found))
     else:
-        yield Check("transfer engine", "ok", "Mooncake")
-        return
-    remedy = "pip install mooncake-transfer-engine (without CUDA: mooncake-transfer-engine-non-cuda)"
-    yield Check("transfer engine", "problem", problem, remedy)
+        remedy = "pip install mooncake-transfer-engine (without CUDA: mooncake-transfer-engine-non-cuda)"
+        yield Check("transfer engine", "problem", why, remedy)
 
 
 def _cuda() -> Iterator[Check]:

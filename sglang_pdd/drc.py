@@ -11,6 +11,7 @@ that nobody writes any more.
 
 from __future__ import annotations
 
+import re
 from bisect import bisect_right
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -27,14 +28,25 @@ _DEAD = -2  # nobody is to write it, and it holds nothing: in the tree only as l
 _STRIDE = 0xD1342543DE82EF95  # odd, so that rooms map to rooms of refetches one to one
 _OFFSET = 0x2545F4914F6CDD1D
 
-REFETCH = "pdd-refetch-"  # begins the rid of a request that only fetches
 BINS = ("0-90", "90-95", "95-97", "97-98", "98-99", "99-100", "full")
 _EDGES = (90, 95, 97, 98, 99)
+_REFETCH = re.compile(r"pdd-refetch-[0-9]{19}-([0-9]{1,9})")
 
 
 def hit_bin(hit: int, most: int) -> str:
     """The name of the bin of a hit of ``hit`` tokens, of ``most`` that could have been hit."""
     return BINS[-1] if hit >= most else BINS[bisect_right(_EDGES, 100 * hit / most)]
+
+
+def refetch_rid(room: int, tokens: int) -> str:
+    """The rid of a refetch under this room; who waits for it and has least to fetch himself fetches ``tokens``."""
+    return f"pdd-refetch-{room:019d}-{tokens}"  # none may begin another one: SGLang aborts by the beginning of a rid
+
+
+def waiting_tokens(rid: str) -> int | None:
+    """What `refetch_rid` was given; None: it is no refetch."""
+    found = _REFETCH.fullmatch(rid)
+    return int(found[1]) if found else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,6 +139,10 @@ class Pending:
     def followed(self, room: int) -> bool:
         """Does anybody wait for it?"""
         return bool(self._followers(room))
+
+    def followers(self, room: int) -> dict[int, int]:
+        """Who waits for it: their rooms, and how many pages each fetches itself."""
+        return {t.room: len(t.own) for t in self._followers(room)}
 
     def end(self, room: int) -> None:
         """The request runs, or its refetch is complete."""

@@ -40,6 +40,8 @@ CATALOG: dict[str, str] = {
     "drc.salvaged": "Tokens that had landed of transfers that were cut off, and stayed",
     "drc.kept": "Prompts that landed after their answer had ended, and were kept",
     "wan.bytes": "KV bytes sent over the WAN",
+    "wan.demoted": "Copies to main decode that dropped behind all others because nobody waits for them",
+    "wan.given_up": "Such copies that P ended, because others wanted its pool, or a link without streams",
     "wan.landings": "Transfers that landed whole",
     "wan.landing_error_ms": "Milliseconds by which they missed the prediction made when all was queued, summed",
     "stream.frames": "Frames sent, by peer and stream",

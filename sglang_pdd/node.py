@@ -93,6 +93,11 @@ class Node:
         if self._hello is not None:
             self._finder.want(bootstrap)
 
+    def tell(self, bootstrap: str, message: Message) -> None:
+        """Say this to the prefill at a bootstrap address, if it is known."""
+        for endpoint in [e for e, known in self._prefills.items() if known == bootstrap]:
+            self._endpoint.send(endpoint, message)
+
     def close(self) -> None:
         self._finder.close()
         self._endpoint.close()

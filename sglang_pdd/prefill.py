@@ -6,12 +6,13 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from sglang_pdd import policy
-from sglang_pdd.actions import Action, AnswerEarly, DropRelay, KnowLandings, OpenRelay, Send
+from sglang_pdd.actions import Action, AnswerEarly, Demote, DropRelay, KnowLandings, OpenRelay, Send
 from sglang_pdd.config import PddConfig
 from sglang_pdd.metrics import Counters
 from sglang_pdd.protocol import (
     ROOM_LIMIT,
     Abort,
+    Awaited,
     Chunk,
     Hello,
     Message,
@@ -86,6 +87,8 @@ class Prefill:
             return self._drop(message.relay_room, "refused")
         elif isinstance(message, Abort) and self._is_mine(peer, message.room):
             return self._drop(message.room, _word(message.why, ("ended",)))
+        elif isinstance(message, Awaited) and self.peers[peer].hello.role == "main":
+            return [Demote(message.room, self.peers[peer].hello.sessions, not message.awaited)]
         return []
 
     def bootstrapped(self, job: Job) -> list[Action]:

@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 
 import msgpack
 
-PROTOCOL = 2
+PROTOCOL = 3
 
 MAX_MESSAGE = 16 << 20  # bytes; RelayOpen carries a prompt, nothing else is large
 MAX_PROMPT = 4_000_000  # tokens
@@ -186,7 +186,16 @@ class Pong:
     closed: tuple[int, ...] = ()  # rooms of the Ping that are over, want no more, or were never known
 
 
-Message = Hello | Welcome | RelayOpen | RelayReply | Tokens | Stop | Abort | Ping | Pong
+@dataclass(frozen=True, slots=True)
+class Awaited:
+    """MD to P: does anybody wait for this room's KV? Somebody does, until the contrary is said."""
+
+    code: ClassVar[int] = 10
+    room: int
+    awaited: bool
+
+
+Message = Hello | Welcome | RelayOpen | RelayReply | Tokens | Stop | Abort | Ping | Pong | Awaited
 
 
 def encode(message: Message) -> bytes:
@@ -376,6 +385,11 @@ def _unpack_pong(raw: list[Any]) -> Pong:
     return Pong(_ints(closed, MAX_ROOMS, 0, ROOM_LIMIT - 1))
 
 
+def _unpack_awaited(raw: list[Any]) -> Awaited:
+    room, awaited = raw
+    return Awaited(_room(room), _bool(awaited))
+
+
 _UNPACK: dict[int, Callable[[list[Any]], Message]] = {
     Hello.code: _unpack_hello,
     Welcome.code: _unpack_welcome,
@@ -386,6 +400,7 @@ _UNPACK: dict[int, Callable[[list[Any]], Message]] = {
     Abort.code: _unpack_abort,
     Ping.code: _unpack_ping,
     Pong.code: _unpack_pong,
+    Awaited.code: _unpack_awaited,
 }
 
 

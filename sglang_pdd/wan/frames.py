@@ -1,4 +1,7 @@
-"""What travels on a stream: a prefix of 8 bytes, a body, and behind the body of `Data` its payload.
+"""What travels on a stream: a prefix of 8 bytes, a body, and behind the body of `Data` its payload and a byte.
+
+That byte is `SOUND` if the sender's room was still alive when the last of the payload had been read from its memory;
+else that memory may have been something else's by then, and the payload must count for nothing.
 
 Everything is little-endian. Control frames between strangers (`Hello`, `Welcome`, `Reject`) are msgpack, those between
 friends are packed structs. A frame is checked completely before any byte of its payload is read; what does not fit
@@ -20,6 +23,7 @@ import msgpack
 
 VERSION = 2
 MAGIC = b"PW"
+SOUND, SPOILT = b"\1", b"\0"
 
 MAX_BLOCKS = 1000  # Linux takes 1024 buffers in one sendmsg
 MAX_PAYLOAD = 4 << 20  # bytes of one frame

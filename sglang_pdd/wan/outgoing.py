@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING
 
 from sglang_pdd.wan.frames import (
     PREFIX,
+    SOUND,
+    SPOILT,
     Ack,
     Cancel,
     Cancelled,
@@ -27,7 +29,7 @@ from sglang_pdd.wan.frames import (
     parse_prefix,
 )
 from sglang_pdd.wan.regions import BoundsError
-from sglang_pdd.wan.schedule import Frame
+from sglang_pdd.wan.schedule import Frame, Lane
 from sglang_pdd.wan.sockets import HANDSHAKE_S, connect
 from sglang_pdd.wan.stream import Stream, StreamClosed
 
@@ -42,12 +44,17 @@ _ANSWERS = (Ack, Cancelled, Pong)
 
 
 class Outgoing(threading.Thread):
-    """All but `wake` and `abort` is the thread's own."""
+    """All but `wake` and `abort` is the thread's own.
 
-    def __init__(self, peer: Peer, index: int) -> None:
+    Args:
+        lane: which rooms it carries; large ones only as long as another stream carries the small ones.
+    """
+
+    def __init__(self, peer: Peer, index: int, lane: Lane = "large") -> None:
         super().__init__(name=f"pdd-stream-{peer.name}-{index}", daemon=True)
         self.peer = peer
         self.index = index
+        self.lane = lane
         self.up = False
         self._sender = peer.sender
         self._tuning = peer.sender.tuning
@@ -58,6 +65,7 @@ class Outgoing(threading.Thread):
         self._flying: dict[tuple[int, int, int], Frame] = {}  # by room, part, position
         self._received = bytearray()
         self._views: list[memoryview] = []  # what is left of the frame being sent
+        self._open: Frame | None = None  # whose payload that is: the byte behind it comes last
         self._progress = 0.0  # when something last moved
         self._acked = 0  # bytes, says the kernel
         self._looked = 0.0
@@ -110,9 +118,9 @@ class Outgoing(threading.Thread):
             assert isinstance(answer, Welcome)
             stream.sock.setblocking(False)
             if sender.pace is not None:
-                stream.pace(sender.pace.rate / self._tuning.streams)
+                stream.pace(sender.pace.rate / (1 if self.lane == "small" else self._tuning.streams))
             self._received.clear()
-            self._views, self._pinged, self._acked = [], False, 0
+            self._views, self._open, self._pinged, self._acked = [], None, False, 0
             self._progress = time.monotonic()
             self._look(stream)
             self.up = True
@@ -162,7 +170,7 @@ class Outgoing(threading.Thread):
             wait = 0.0
             for _ in range(BATCH):  # each system call may cost a turn of the interpreter's lock: no look between frames
                 if not self._views:
-                    wait = self._choose(now)
+                    wait = self._choose(now) if self._open is None else self._seal(self._open)
                 if not self._views:
                     break
                 left = stream.send_some(self._views)
@@ -189,7 +197,7 @@ class Outgoing(threading.Thread):
             if peer.controls:
                 self._views = [memoryview(encode(Cancel(peer.controls.pop())))]
                 return 0.0
-            frame = peer.next(now)
+            frame = peer.next(now, self.lane)
         if not isinstance(frame, Frame):
             return frame
         room, part, load = frame.room, frame.part, frame.load
@@ -209,10 +217,18 @@ class Outgoing(threading.Thread):
             load.lengths,
             load.pages,
         )
+        self._open = frame
         views = self._sender.memory.read(load.source_regions, load.source_offsets, load.lengths)
         self._views = [memoryview(encode(head)), *views]
         self._sender.counters.inc("stream.frames", **self._labels)
         self._sender.counters.inc("stream.bytes", load.size, **self._labels)
+        return 0.0
+
+    def _seal(self, frame: Frame) -> float:
+        """All of its payload has been read."""
+        with self._sender.change:
+            alive = self.peer.alive(frame)
+        self._views, self._open = [memoryview(SOUND if alive else SPOILT)], None
         return 0.0
 
     def _timeout(self, stream: Stream, now: float) -> float:
@@ -235,6 +251,8 @@ class Outgoing(threading.Thread):
         """What the kernel knows, into the metrics. True: the peer's kernel has taken bytes since the last look."""
         info, self._looked = stream.info(), time.monotonic()
         stream.hold(self._tuning.paced(self.peer.link.estimate.bandwidth).unsent)
+        if self.lane == "small":
+            stream.restart()
         moved, self._acked = info.acked > self._acked, info.acked
         if info.rtt:
             with self._sender.change:

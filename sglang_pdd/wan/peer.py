@@ -12,7 +12,7 @@ from sglang_pdd.policy import LinkEstimate
 from sglang_pdd.wan.outgoing import Outgoing
 from sglang_pdd.wan.plan import Block, plan
 from sglang_pdd.wan.regions import Ints, Remote
-from sglang_pdd.wan.schedule import Frame, Link, Part, Room
+from sglang_pdd.wan.schedule import Frame, Lane, Link, Part, Room
 
 if TYPE_CHECKING:
     from sglang_pdd.wan.sender import Sender
@@ -76,7 +76,9 @@ class Peer:
         self._cancelling: set[int] = set()  # rooms whose cancellation is not acknowledged
         self._change = sender.change
         self._schedule = sender.schedule
-        self._streams = [Outgoing(self, index) for index in range(sender.tuning.streams)]
+        many = sender.tuning.streams
+        self._express = Outgoing(self, many, "small")
+        self._streams = [self._express, *(Outgoing(self, index) for index in range(many))]
 
     # --- requests -----------------------------------------------------------------------------------------------------
 
@@ -148,11 +150,11 @@ class Peer:
             if (known := self._rooms.get(room)) is not None:
                 self._schedule.urge(known.room, size, time.monotonic())
 
-    def demote(self, room: int) -> None:
-        """Nobody waits for this room any more: it goes when nothing else does."""
+    def demote(self, room: int, demoted: bool = True) -> None:
+        """Nobody waits for this room any more: it goes when nothing else does. Or somebody does again."""
         with self._change:
             if (known := self._rooms.get(room)) is not None:
-                self._schedule.demote(known.room)
+                self._schedule.demote(known.room, demoted)
 
     def landing_ms(self, size: int = 0, *, room: int | None = None) -> float:
         """Milliseconds until ``size`` bytes, asked for now, will have landed; or until all of ``room`` has."""
@@ -220,11 +222,18 @@ class Peer:
     def any_up(self) -> bool:
         return any(stream.up for stream in self._streams)
 
-    def next(self, now: float) -> Frame | float:
-        frame = self._schedule.next(self.link, now)
+    def next(self, now: float, lane: Lane) -> Frame | float:
+        if lane == "large" and not self._express.up:
+            lane = "any"
+        frame = self._schedule.next(self.link, now, lane)
         if isinstance(frame, Frame):
             self._rooms[frame.room.id].started = True
         return frame
+
+    def alive(self, frame: Frame) -> bool:
+        """Is its memory still that of its room?"""
+        known = self._rooms.get(frame.room.id)
+        return known is not None and known.room is frame.room and not frame.room.cancelled
 
     def acknowledged(self, frame: Frame, now: float, *, landed: bool) -> None:
         self._schedule.acknowledged(frame, now, landed=landed)

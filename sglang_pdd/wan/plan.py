@@ -180,9 +180,14 @@ def _in_order(moves: _Moves, size: int, pages: int = 0) -> Iterator[Load]:
     for near, near_offset, region, offset, length in zip(*(each.tolist() for each in _columns(moves)), strict=True):
         while length:
             if held and (len(held) == MAX_BLOCKS or used == size or used + length > size >= length):
-                yield Load(position, used, *zip(*held, strict=True), pages=pages)
+                yield _load(position, used, held, pages)
                 position, used, held = position + used, 0, []
             n = min(length, size - used)
             held.append((near, near_offset, region, offset, n))
             near_offset, offset, length, used = near_offset + n, offset + n, length - n, used + n
-    yield Load(position, used, *zip(*held, strict=True), pages=pages)
+    yield _load(position, used, held, pages)
+
+
+def _load(position: int, size: int, blocks: Sequence[tuple[int, int, int, int, int]], pages: int) -> Load:
+    near, near_offsets, regions, offsets, lengths = zip(*blocks, strict=True)
+    return Load(position, size, near, near_offsets, regions, offsets, lengths, pages)

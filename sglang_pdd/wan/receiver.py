@@ -14,7 +14,20 @@ import time
 from collections.abc import Callable
 
 from sglang_pdd.metrics import Counters, LogLimit
-from sglang_pdd.wan.frames import Ack, Cancel, Cancelled, Data, FrameError, Hello, Outcome, Ping, Pong, Reject, Welcome
+from sglang_pdd.wan.frames import (
+    SOUND,
+    Ack,
+    Cancel,
+    Cancelled,
+    Data,
+    FrameError,
+    Hello,
+    Outcome,
+    Ping,
+    Pong,
+    Reject,
+    Welcome,
+)
 from sglang_pdd.wan.frames import encode as encoded
 from sglang_pdd.wan.landing import Claim, Landed, Landings
 from sglang_pdd.wan.regions import BoundsError, Memory
@@ -249,15 +262,17 @@ class Receiver:
         if isinstance(claim, Claim):
             written = False
             try:
-                stream.fill(views)
+                seal = bytearray(1)
+                stream.fill([*views, memoryview(seal)])
                 self._memory.written(data.regions, data.offsets, data.lengths)
-                written = True
+                written = seal == SOUND
             finally:
                 with self._change:
                     landed, settled = self._landings.end(claim, written)
                     self._change.notify_all()
+            outcome = "landed" if written else "discarded"
         else:
-            stream.skip(data.payload)
+            stream.skip(data.payload + 1)
             outcome = claim
             self._counters.inc("stream.skipped", cause="duplicate" if outcome == "landed" else "closed")
         if landed is not None:

@@ -3,6 +3,9 @@
 A room's rank on its link is ``opened + PATIENCE * (its remaining bytes / bandwidth)``, and the lowest goes first. That
 is shortest remaining first, with ageing: a room that needs R seconds of the link can only be overtaken by rooms opened
 within PATIENCE * R seconds after it, so none starves. Between any two frames the choice is made anew.
+
+What a stream's socket has taken cannot be taken back, and whoever comes next on that stream waits for it. So small
+rooms have a lane of their own, a stream that carries nothing else.
 """
 
 from __future__ import annotations
@@ -10,6 +13,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import Literal
 
 from sglang_pdd.policy import LinkEstimate
 from sglang_pdd.wan.plan import Load
@@ -18,6 +22,11 @@ PATIENCE = 10.0
 BURST_S = 0.02  # what a paced link may send at once after a pause
 YIELD_S = 0.001  # how soon a link asks again that has let another one go first
 LATE_S = 0.02  # a link that does not ask for so long after it might go is not waited for
+SMALL_S = 0.003  # a room that needs no longer than that is small
+SMALL = 128 << 10  # bytes; and so is this, on any link
+CROWD = 4  # so many times what is small, in small rooms together, is more than their lane should have to carry alone
+
+Lane = Literal["any", "small", "large"]
 
 _NEVER = float("inf")
 
@@ -81,6 +90,8 @@ class Room:
     promised: int  # bytes announced and not submitted: their prefill is yet to come
     queued: int = 0  # bytes submitted and not sent
     flying: int = 0  # bytes sent and not acknowledged
+    submitted: int = 0  # bytes
+    small: bool = False  # said when something is submitted: whoever carries it must then be woken anyway
     background: bool = False  # nobody waits for it
     cancelled: bool = False
     parts: int = 0  # submitted
@@ -139,6 +150,8 @@ class Schedule:
         room.last = room.last or last
         room.promised = 0 if last else max(0, room.promised - total)
         room.queued += total
+        room.submitted += total
+        room.small = room.promised + room.submitted <= self._small(room.link)
         room.frames.extend(Frame(room, part, load) for load in loads)
         if last:
             room.predicted = now + self.landing(room.link, 0, now, room=room)
@@ -146,12 +159,13 @@ class Schedule:
 
     def urge(self, room: Room, size: int, now: float) -> None:
         """Somebody who needs ``size`` bytes more, and came now, waits for this room: it goes as early as he would."""
+        room.background = False
         if all(size < earlier for _, earlier in room.claims):  # else one who came before is as urgent already
             room.claims.append((now, size))
 
-    def demote(self, room: Room, background: bool = True) -> None:
-        """Nobody waits for it any more: it goes when nothing else does."""
-        room.background = background
+    def demote(self, room: Room, demoted: bool = True) -> None:
+        """Nobody waits for it any more: it goes when nothing else does. Or somebody does again."""
+        room.background = demoted
 
     def cancel(self, room: Room) -> int:
         """Nothing of it will be sent that has not begun. Returns the bytes dropped."""
@@ -167,12 +181,17 @@ class Schedule:
 
     # --- frames ---
 
-    def next(self, link: Link, now: float) -> Frame | float:
-        """The frame to be sent now; or after how many seconds to ask again (infinity: when something changes)."""
-        room = self._first(link)
+    def next(self, link: Link, now: float, lane: Lane = "any") -> Frame | float:
+        """The frame to be sent now; or after how many seconds to ask again (infinity: when something changes).
+
+        Args:
+            lane: of which rooms. Small ones do not wait for a large one's debt to the pace: it comes out of what large
+                ones have next.
+        """
+        room = self._first(link, lane)
         if room is None:
             return _NEVER
-        if link.pace is not None:
+        if link.pace is not None and (lane != "small" or link.pace.wait(now) > BURST_S):
             wait = link.pace.wait(now)
             if wait > 0:
                 link.pace.waiting[link] = now + wait + LATE_S
@@ -244,8 +263,17 @@ class Schedule:
                 return True
         return False
 
-    def _first(self, link: Link) -> Room | None:
+    @staticmethod
+    def _small(link: Link) -> float:
+        """Bytes up to which a room is small."""
+        return max(SMALL, SMALL_S * link.estimate.bandwidth)
+
+    def _first(self, link: Link, lane: Lane = "any") -> Room | None:
         ready = [room for room in link.rooms.values() if room.frames]
+        if lane == "small":
+            ready = [room for room in ready if room.small]
+        elif lane == "large" and sum(room.queued for room in ready if room.small) <= CROWD * self._small(link):
+            ready = [room for room in ready if not room.small]
         if len(ready) < 2:
             return ready[0] if ready else None
         bandwidth = link.estimate.bandwidth

@@ -14,6 +14,7 @@ SCRAP = 256 << 10  # bytes read at once into nowhere
 
 _MAX_PACING_RATE = 47
 _NOTSENT_LOWAT = 25
+_SILENCE = (BlockingIOError, TimeoutError)  # says the kernel's time-out; Python's
 _AGAIN = (ssl.SSLWantReadError, ssl.SSLWantWriteError, BlockingIOError)
 
 
@@ -49,24 +50,13 @@ class Stream:
         self.sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, value)
 
     def read(self, n: int, patience: int = 0) -> bytes:
-        """Exactly ``n`` bytes; ``patience``: that many time-outs before the first one are no failure.
+        """Exactly ``n`` bytes.
 
         Raises:
-            StreamClosed: end of the stream, or silence.
+            StreamClosed: see `fill`.
         """
         data = bytearray(n)
-        view = memoryview(data)
-        while view:
-            try:
-                got = self.sock.recv_into(view, 0, socket.MSG_WAITALL)
-            except BlockingIOError:
-                if patience <= 0 or len(view) < n:
-                    raise StreamClosed("nothing came for too long") from None
-                patience -= 1
-                continue
-            if got == 0:
-                raise StreamClosed("closed by the peer")
-            view = view[got:]
+        self.fill([memoryview(data)], patience)
         return bytes(data)
 
     def read_frame(self, allowed: tuple[type[Frame], ...], patience: int = 0) -> Frame:
@@ -74,31 +64,36 @@ class Stream:
 
         Raises:
             FrameError: malformed, or not allowed now.
-            StreamClosed: see `read`.
+            StreamClosed: see `fill`.
         """
         kind, size = parse_prefix(self.read(PREFIX, patience), allowed)
         return parse(kind, self.read(size) if size else b"")
 
-    def fill(self, views: list[memoryview]) -> None:
-        """Read exactly into these buffers, in order.
+    def fill(self, views: list[memoryview], patience: int = 0) -> None:
+        """Read exactly into these buffers, in order; ``patience``: that many time-outs before anything has come are no
+        failure.
 
         Raises:
-            StreamClosed: see `read`. Some of the buffers may have been written to.
+            StreamClosed: end of the stream, or silence. Some of the buffers may have been written to.
         """
+        begun = False
         while views:
             try:
-                got = self.sock.recvmsg_into(views, 0, socket.MSG_WAITALL)[0]
-            except BlockingIOError:
-                raise StreamClosed("nothing came for too long") from None
+                got = self._receive_into(views)
+            except _SILENCE:
+                if begun or patience <= 0:
+                    raise StreamClosed("nothing came for too long") from None
+                patience -= 1
+                continue
             if got == 0:
                 raise StreamClosed("closed by the peer")
-            views = _rest(views, got)
+            views, begun = _rest(views, got), True
 
     def skip(self, n: int) -> None:
         """Read ``n`` bytes into nowhere.
 
         Raises:
-            StreamClosed: see `read`.
+            StreamClosed: see `fill`.
         """
         scrap = bytearray(min(n, SCRAP))
         while n:
@@ -157,6 +152,14 @@ class Stream:
         with contextlib.suppress(OSError):
             self.sock.setsockopt(socket.IPPROTO_TCP, _NOTSENT_LOWAT, n)
 
+    def restart(self) -> None:
+        """Begin BBR anew, with the window as it is: every 10 s it nearly stops for 0.2 s, to see the shortest RTT."""
+        with contextlib.suppress(OSError):
+            known = self.sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, 16).rstrip(b"\0")
+            if known == b"bbr":
+                for name in (b"reno", known):  # the same again would change nothing
+                    self.sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, name)
+
     def info(self) -> Info:
         """What the kernel says; zeros where it says nothing."""
         try:
@@ -179,6 +182,12 @@ class Stream:
         with contextlib.suppress(OSError):
             self.sock.close()
 
+    # --- inside -------------------------------------------------------------------------------------------------------
+
+    def _receive_into(self, views: list[memoryview]) -> int:
+        """As much as one call brings."""
+        return self.sock.recvmsg_into(views, 0, socket.MSG_WAITALL)[0]
+
 
 class TlsStream(Stream):
     """TLS has no scatter/gather here: everything goes through contiguous memory."""
@@ -190,17 +199,14 @@ class TlsStream(Stream):
     def blocking(self, timeout: float) -> None:
         self.sock.settimeout(timeout)
 
-    def read(self, n: int, patience: int = 0) -> bytes:
-        data = bytearray(n)
-        self._read_into(memoryview(data), patience)
-        return bytes(data)
-
-    def fill(self, views: list[memoryview]) -> None:
+    def fill(self, views: list[memoryview], patience: int = 0) -> None:
+        if len(views) == 1:
+            return super().fill(views, patience)
         n = sum(map(len, views))
         if len(self._staging) < n:
             self._staging = bytearray(n)
         staging = memoryview(self._staging)
-        self._read_into(staging[:n])
+        super().fill([staging[:n]], patience)
         at = 0
         for view in views:
             view[:] = staging[at : at + len(view)]
@@ -223,19 +229,8 @@ class TlsStream(Stream):
             data += piece
         return data
 
-    def _read_into(self, view: memoryview, patience: int = 0) -> None:
-        whole = len(view)
-        while view:
-            try:
-                got = self.sock.recv_into(view)
-            except TimeoutError:
-                if patience <= 0 or len(view) < whole:
-                    raise StreamClosed("nothing came for too long") from None
-                patience -= 1
-                continue
-            if got == 0:
-                raise StreamClosed("closed by the peer")
-            view = view[got:]
+    def _receive_into(self, views: list[memoryview]) -> int:
+        return self.sock.recv_into(views[0])
 
 
 def _rest(views: list[memoryview], done: int) -> list[memoryview]:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -29,6 +31,7 @@ from matrix import (  # noqa: E402
     WITH_FLIP,
     WITH_FORCE,
     WITH_KEYS,
+    WITH_NIXL,
 )
 
 from sglang_pdd import keys  # noqa: E402
@@ -70,6 +73,8 @@ class Clusters:
             self._stack.close()
             self._running, self._name, self._own = None, name, None
             spec = CLUSTERS[name]
+            if name in WITH_NIXL and find_spec("nixl") is None:
+                pytest.fail(f"{name} needs NIXL: {sys.executable} -m pip install nixl==1.5.1", pytrace=False)
             folder = self.folder / name
             folder.mkdir()
             if name in WITH_FLIP:

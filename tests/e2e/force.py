@@ -66,13 +66,12 @@ import time
 def register():
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-    HookRegistry.register("sglang_pdd.patches.mooncake.Lanes.transfer", transfer, HookType.AROUND)
+    HookRegistry.register("sglang_pdd.patches.mooncake.transfer", transfer, HookType.AROUND)
     HookRegistry.register("sglang_pdd.patches.streams.Lane.submit", submit, HookType.AROUND)
 
 
 def transfer(original, lanes, send, session, blocks):
-    lane = lanes._by_session.get(session)
-    if lane is not None and lane.in_hand is not None and not lanes.is_lan(session):
+    if (lane := lanes.wan(session)) is not None:
         wait(lane.in_hand.room)
     return original(lanes, send, session, blocks)
 

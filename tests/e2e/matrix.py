@@ -95,6 +95,15 @@ HETERO = {
     "full-hetero-p2-md2": replace(_HETERO, tps={"prefill": 2, "main": 2}),
     "full-hetero-rld2-md2": replace(_HETERO, tps={"relay": 2, "main": 2}),
 }
+_BY_NIXL = ("--disaggregation-transfer-backend", "nixl")
+NIXL = {
+    f"full-nixl-{how}": replace(
+        USUAL["page1"],
+        page_size=page,
+        flags={"prefill": (*_BY_NIXL, "--pdd-wan-transport", how), "relay": _BY_NIXL, "main": _BY_NIXL},
+    )
+    for how, page in (("engine", 16), ("stream", 1))
+}
 PAGE64 = {"full-page64": replace(USUAL["page1"], page_size=64)}
 MANY = {
     "many": Cluster(kind="pdd", prefills=2, relays=2, page_size=16, wan_rate_limit=RATE),
@@ -102,11 +111,12 @@ MANY = {
 }
 CLUSTERS = {
     **{**USUAL, **FAULTS, **SEAM, **NUMERICS, **TIGHT, **HETERO, **MANY},
-    **{**_product(), **PAGE64, **FULL_SEAM},
+    **{**_product(), **PAGE64, **NIXL, **FULL_SEAM},
 }
+WITH_NIXL = tuple(NIXL)
 DEFAULT = tuple(USUAL)
 # For tests that meet the layout at every step.
-LAYOUTS = WITH_BREAKS = (*USUAL, *_product(), *PAGE64)
+LAYOUTS = WITH_BREAKS = (*USUAL, *_product(), *PAGE64, *NIXL)
 # For tests to which the layout matters little, and for those to which only the number of ranks does.
 ONE = ("page1", "full:page16", "full:tp2")
-RANKS_OF_ALL = ("page1", "full:page16", "tp2", *_product(), *PAGE64)
+RANKS_OF_ALL = ("page1", "full:page16", "tp2", *_product(), *PAGE64, *NIXL)

@@ -64,14 +64,22 @@ def test_eight_at_once_on_one_new_prefix(served: Served) -> None:
     assert _sent(served) <= SLACK * (SHARED + 8 * OWN)
 
 
-@contextmanager
-def _leading(served: Served, task: tasks.Task) -> Iterator[tuple[str, int]]:
-    """A request past the router, whose KV is on its way: its id on MD, and its room."""
+_Call = tuple[str, int, list[Caller]]
+
+
+def _call(served: Served, task: tasks.Task, main: int = 0, tokens: int = ANSWER_TOKENS) -> _Call:
+    """A request past the router, of so many tokens whatever the model says: its id, its room, and who asks for it."""
     rid, room = secrets.token_hex(8), secrets.randbits(62)
     place = {"bootstrap_host": HOST, "bootstrap_port": served.cluster.bootstrap_ports[0], "bootstrap_room": room}
-    servers = (served.cluster.prefills[0], served.cluster.mains[0])
-    endless = {"temperature": 0, "max_new_tokens": ANSWER_TOKENS, "ignore_eos": True}  # no answer before it has landed
-    callers = [Caller(server.url, task.prompt, rid=rid, sampling_params=endless, **place) for server in servers]
+    servers = (served.cluster.prefills[0], served.cluster.mains[main])
+    sampling = {"temperature": 0, "max_new_tokens": tokens, "ignore_eos": True}
+    return rid, room, [Caller(s.url, task.prompt, rid=rid, sampling_params=sampling, **place) for s in servers]
+
+
+@contextmanager
+def _leading(served: Served, task: tasks.Task) -> Iterator[tuple[str, int]]:
+    """A request whose KV is on its way, and whose answer will not be complete before: its id on MD, and its room."""
+    rid, room, callers = _call(served, task)
     served.wait_for("prefill", "wan_sent", room=room)
     served.wait_for("main", "emit", room=room)
     yield rid, room
@@ -154,17 +162,55 @@ def test_a_prompt_that_lands_after_its_answer_is_kept(served: Served) -> None:
     assert served.wait_for("main", "opened", rid=answer.rid)["hit"] >= COLD_TOKENS // page * page
 
 
+@pytest.mark.on("page1", "tp2")
+def test_a_prompt_for_nobody_goes_last_until_somebody_comes(served: Served) -> None:
+    late = tasks.cold(next(_seeds), 7000, 8)
+    again = tasks.follow_up(late, 1, 60, 20)
+    for task in (late, again):
+        served.reference.answer(task.prompt, limit(task))
+    room = served.room(served.ask(late).rid)
+    served.wait_for("prefill", "demoted", room=room)
+    served.ask(again)
+    served.settle()
+    story = [e["event"] for e in served.cluster.events("prefill") if e.get("room") == room]
+    assert [word for word in story if word in ("demoted", "promoted")][:2] == ["demoted", "promoted"]
+    assert served.events("main", "kept", room=room)
+    assert served.grown("prefill", "wan.demoted") >= 1 and served.grown("main", "drc.followers") == 1
+
+
+@pytest.mark.on("full-mains")
+def test_a_prompt_for_nobody_lands_after_another_mains(served: Served) -> None:
+    """Prefill's link is one for both. The other request comes later and is larger, and its main is another one."""
+    late, live = tasks.cold(next(_seeds), 6900, 8), tasks.cold(next(_seeds), 7000, 8)
+    *_, callers = _call(served, live, tokens=1)  # from then on prefill has its KV at hand
+    served.settle()
+    _, late_room, more = _call(served, late, tokens=8)
+    served.wait_for("prefill", "demoted", room=late_room)
+    _, live_room, others = _call(served, live, main=1)
+    served.wait_for("prefill", "copied", room=late_room)
+    copied = [e["room"] for e in served.events("prefill", "copied", ok=True) if e["room"] in (late_room, live_room)]
+    assert copied == [live_room, late_room]
+    for caller in (*callers, *more, *others):
+        caller.hang_up()
+    served.wait_for("main", "kept", room=late_room)
+
+
 @pytest.mark.on(*ONE)
 def test_a_prompt_for_nobody_gives_way(served: Served) -> None:
-    """An answer has ended, its KV is still coming, and somebody else wants the link."""
+    """An answer has ended, its KV is still coming, and somebody else wants the link. By engine nothing can go last."""
     late, other = tasks.cold(next(_seeds), 7000, 8), tasks.cold(next(_seeds), COLD_TOKENS, 40)
     for task in (late, other):
         served.reference.answer(task.prompt, limit(task))
     room = served.room(served.ask(late).rid)
-    served.ask(other)
+    rooms = [served.room(served.ask(other).rid), room]
     served.settle()
-    assert not served.events("main", "kept", room=room)
-    assert _sent(served) < 7000 + COLD_TOKENS
+    copied = [e["room"] for e in served.events("prefill", "copied", ok=True) if e["room"] in rooms]
+    kept, given_up = served.events("main", "kept", room=room), served.events("prefill", "given_up", room=room)
+    if "engine" not in served.cluster.spec.flags.get("prefill", ()):
+        assert copied == rooms and kept and not given_up
+    else:
+        assert copied == rooms[:1] and given_up and not kept
+        assert _sent(served) < 7000 + COLD_TOKENS
 
 
 @pytest.mark.on("page1", "tp2", "full-hetero-p2", "full-hetero-md2")

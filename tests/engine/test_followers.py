@@ -15,6 +15,7 @@ from sglang.srt.disaggregation.base import KVPoll
 from sglang.srt.disaggregation.utils import ReqToMetadataIdxAllocator
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 
+from sglang_pdd.drc import waiting_tokens
 from sglang_pdd.metrics import Counters
 from sglang_pdd.patches import prefixes
 from sglang_pdd.patches.prefixes import Prefixes
@@ -35,6 +36,8 @@ class Manager:
         self.failure_records: dict[int, str] = {}
         self.asked: list[dict[str, Any]] = []
         self.acknowledged = True
+        self.waiting_timeout = 300.0
+        self.armed: set[int] = set()  # rooms whose acknowledgement is waited for
 
     def submit_prefill_recompute(self, receiver: Any, payload: dict[str, Any]) -> None:
         self.asked.append(payload)
@@ -43,7 +46,7 @@ class Manager:
         return self.acknowledged or acks == 0
 
     def clear_deferred_abort_state(self, room: int) -> None:
-        pass
+        self.armed.discard(room)
 
 
 class Receiver:
@@ -70,13 +73,19 @@ class Receiver:
         self.sent = (pages.tolist(), slot, decode_prefix_len)
 
     def abort(self) -> None:
+        if self.conclude_state != KVPoll.Failed:
+            self.kv_mgr.failure_records[self.bootstrap_room] = "aborted"
         self.state = self.conclude_state = KVPoll.Failed
+        self.ensure_abort_notified()
 
     def ensure_abort_notified(self, force_arm: bool = False) -> None:
-        self.abort_notified = self.sent is not None
+        if not self.abort_notified and self.sent is not None:
+            self.kv_mgr.armed.add(self.bootstrap_room)
+            self.abort_notified = True
 
     def clear(self) -> None:
         self.cleared = True
+        self.conclude_state = self.conclude_state or self.state
 
 
 class Main:
@@ -112,13 +121,13 @@ class Main:
         )
         self.rooms = 0
 
-    def admit(self, ids: tuple[int, ...], room: int | None = None) -> Any:
+    def admit(self, ids: tuple[int, ...], room: int | None = None, prefill: str = "p") -> Any:
         self.rooms += 1
         req = self.world.request(
-            ids, bootstrap_host="p", bootstrap_port=1, bootstrap_room=self.rooms if room is None else room
+            ids, bootstrap_host=prefill, bootstrap_port=1, bootstrap_room=self.rooms if room is None else room
         )
         hit = self.world.admit(req)
-        receiver = Receiver(self.manager, "p:1", req.bootstrap_room)
+        receiver = Receiver(self.manager, f"{prefill}:1", req.bootstrap_room)
         transfer = SimpleNamespace(req=req, kv_receiver=receiver, is_rebootstrap=False, host_staged=False)
         self.prefixes.admitted(transfer, hit)
         self.queue.queue.append(transfer)
@@ -132,6 +141,7 @@ class Main:
         for transfer in [t for t, poll in seen if poll == KVPoll.Failed]:
             self.world.release(transfer.req)
             self.prefixes.released(transfer)
+            self.manager.failure_records.pop(transfer.req.bootstrap_room, None)
         self.prefixes.pump()
         return [t for t, poll in seen if poll == KVPoll.Success]
 
@@ -155,11 +165,17 @@ class Main:
             and slots == SLOTS
             and self.world.cache.protected_size() == 0
             and self.world.accounted() == SIZE
+            and not self.manager.failure_records
+            and not self.manager.armed
         )
 
 
 @pytest.fixture
 def main(monkeypatch: pytest.MonkeyPatch) -> Main:
+    return alone(monkeypatch)
+
+
+def alone(monkeypatch: pytest.MonkeyPatch) -> Main:
     def poll(receivers: list[Receiver], group: Any, copies: Any, buffers: Any) -> list[KVPoll]:
         return [receiver.state for receiver in receivers]
 
@@ -257,6 +273,129 @@ def test_a_refetch_that_fails_ends_the_follower_it_was_for(
     assert main.at_rest()
 
 
+def http_fails(receiver: Receiver, answered: bool) -> None:
+    """As in SGLang's thread that asks P's HTTP port."""
+
+    def stock(manager: Manager, receiver: Receiver, reason: str) -> None:
+        receiver.abort()
+        manager.failure_records[receiver.bootstrap_room] = reason
+
+    if answered:
+        prefixes.recompute_failed(stock, receiver.kv_mgr, receiver, "status=503")
+        return
+    try:
+        raise TimeoutError
+    except TimeoutError:
+        prefixes.recompute_failed(stock, receiver.kv_mgr, receiver, "errored")
+
+
+@pytest.mark.parametrize("how", ["an answer", "no answer", "no time left"])
+def test_a_prefill_that_does_not_answer_is_asked_once(main: Main, how: str) -> None:
+    leader = main.admit(text(1, 2, 3))
+    followers = [main.admit(text(1, 2, 4)), main.admit(text(1, 2, 5)), main.admit(text(1, 6)), main.admit(text(1, 7))]
+    stranger = main.admit(text(1, 8), prefill="q")
+    done(*followers, stranger)
+    leader.kv_receiver.abort()
+    main.step()
+    (copy,) = main.copies()
+    if how == "no time left":
+        main.manager.waiting_timeout = 0.0
+        copy.abort()
+    else:
+        http_fails(copy, how == "an answer")
+    main.step()
+    ended = [t.kv_receiver.state == KVPoll.Failed for t in (*followers, stranger)]
+    assert ended == [True] + [how != "an answer"] * 3 + [False]
+    for _ in range(3):
+        main.step()
+    (copy,) = main.copies()
+    assert copy.bootstrap_addr == ("p:1" if how == "an answer" else "q:1")
+    copy.state = KVPoll.Success
+    main.step()
+    rest = main.step()
+    assert rest == ([*followers[1:], stranger] if how == "an answer" else [stranger])
+    main.finish(*rest)
+    assert main.at_rest() and main.counters.get("drc.refetches_failed") == 1
+
+
+@pytest.mark.parametrize("landed", [True, False])
+def test_an_http_error_that_comes_late_leaves_nothing(main: Main, landed: bool) -> None:
+    leader, follower = main.admit(text(1, 2, 3)), main.admit(text(1, 2, 4))
+    done(follower)
+    leader.kv_receiver.abort()
+    main.step()
+    (copy,) = main.copies()
+    if landed:
+        copy.state = KVPoll.Success
+    else:
+        copy.abort()
+    main.step()
+    main.finish(*main.step())
+    assert main.at_rest() and copy.cleared
+    http_fails(copy, answered=True)
+    assert main.at_rest()
+
+
+def test_what_is_fetched_again_says_how_urgent_it_is(main: Main) -> None:
+    leader = main.admit(text(1, 2, 3))
+    main.admit(text(1, 2, 4, 5, 6)), main.admit(text(1, 2, 7, 8)), main.admit(text(1, 2) + (9,) * 11)
+    leader.kv_receiver.abort()
+    main.step()
+    assert waiting_tokens(main.manager.asked[0]["rid"]) == 2 * PAGE
+
+
+def test_what_nobody_waits_for_any_more_is_given_up(main: Main) -> None:
+    leader, follower = main.admit(text(1, 2, 3)), main.admit(text(1, 2, 4))
+    leader.kv_receiver.abort()
+    main.step()
+    main.prefixes.give_up()
+    (copy,) = main.copies()
+    assert copy.state != KVPoll.Failed and not main.prefixes.orphans(), "somebody waits for it"
+    follower.kv_receiver.abort()
+    main.step()
+    assert main.prefixes.orphans() == {copy.bootstrap_room: follower.req}
+    main.manager.acknowledged = False
+    main.prefixes.give_up()
+    main.step()
+    assert main.world.cache.protected_size() == 2 * PAGE, "P may still write"
+    assert not main.prefixes.orphans()
+    main.manager.acknowledged = True
+    main.step()
+    assert main.at_rest() and main.counters.get("drc.refetches_failed") == 0
+
+
+def test_what_nobody_waits_for_any_more_is_not_begun(main: Main) -> None:
+    slots = main.queue.req_to_metadata_buffer_idx_allocator
+    taken = [slots.alloc() for _ in range(SLOTS)]
+    leader, follower = main.admit(text(1, 2, 3)), main.admit(text(1, 2, 4))
+    for transfer in (leader, follower):
+        transfer.kv_receiver.abort()
+        main.step()
+    assert not main.copies()
+    for slot in taken:
+        slots.free(slot)
+    assert main.at_rest() and not main.manager.asked
+
+
+@pytest.mark.parametrize("slots", [0, SLOTS])
+def test_an_abort_of_everything_ends_what_is_fetched_again(main: Main, slots: int) -> None:
+    allocator = main.queue.req_to_metadata_buffer_idx_allocator
+    taken = [allocator.alloc() for _ in range(SLOTS - slots)]
+    leader, *followers = main.admit(text(1, 2, 3)), main.admit(text(1, 2, 4)), main.admit(text(1, 5))
+    leader.kv_receiver.abort()
+    main.step()
+    assert len(main.copies()) == 1
+    main.prefixes.all_aborted()
+    for transfer in followers:
+        transfer.kv_receiver.abort()
+    for slot in taken:
+        allocator.free(slot)
+    main.prefixes.ask()  # SGLang admits before it looks at its transfers
+    for _ in range(2):
+        main.step()
+    assert main.at_rest() and len(main.manager.asked) == (1 if slots else 0)
+
+
 def test_a_refetch_outlives_its_followers(main: Main) -> None:
     leader, follower = main.admit(text(1, 2, 3)), main.admit(text(1, 2, 4))
     leader.kv_receiver.abort()
@@ -349,6 +488,8 @@ def test_a_room_that_is_taken(main: Main) -> None:
     first = main.admit(text(1, 2), room=7)
     second = main.admit(text(1, 2, 3), room=7)
     assert second.kv_receiver.state == KVPoll.Failed
+    second.kv_receiver.send_metadata([], 0, [], decode_prefix_len=0)
+    assert second.kv_receiver.sent is None, "P would write to these pages what is the other one's"
     done(first)
     assert main.step() == [first]
     main.finish(first)

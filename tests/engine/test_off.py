@@ -128,7 +128,7 @@ MISTAKES = [
     (["--pdd-role", "main", "--disable-radix-cache"], "--disable-radix-cache contradicts --pdd-role main"),
     (["--pdd-role", "prefill", "--enable-hierarchical-cache"], "--enable-hierarchical-cache is not supported"),
     (["--pdd-role", "main", "--tokenizer-worker-num", "2"], "use --tokenizer-worker-num 1"),
-    (["--pdd-role", "main", "--disaggregation-transfer-backend", "nixl"], "use --disaggregation-transfer-backend moon"),
+    (["--pdd-role", "main", "--disaggregation-transfer-backend", "mori"], "use --disaggregation-transfer-backend moon"),
     (["--pdd-role", "main", "--host", "0.0.0.0"], "0.0.0.0 is a wildcard: give --pdd-advertise"),
     (["--pdd-wan-rate-limit", "1gbit"], "paces --disaggregation-mode prefill only"),
 ]

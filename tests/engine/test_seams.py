@@ -15,7 +15,8 @@ from sglang.srt.sampling.sampling_params import SamplingParams
 
 from sglang_pdd.metrics import Counters
 from sglang_pdd.patches import ingress, logprobs, mooncake, sampling
-from sglang_pdd.patches.mooncake import Lanes
+from sglang_pdd.patches import lanes as patches_lanes
+from sglang_pdd.patches.lanes import Lanes
 from sglang_pdd.protocol import Ping, RelayOpen, Request, decode, encode
 from sglang_pdd.transport import Endpoint
 
@@ -56,7 +57,7 @@ BLOCKS = [(1000, 9000, 100_000), (500_000, 700_000, 50_000)]
 def test_wan_blocks_go_in_segments_and_cover_everything() -> None:
     lanes, _manager, sent = lane_in_use(rate=5e6)  # 100 kB in 20 ms
     calls: list[list[tuple[int, int, int]]] = []
-    assert lanes.transfer(lambda blocks: calls.append(blocks) or 0, "b:1", BLOCKS) == 0
+    assert mooncake.transfer(lanes, lambda blocks: calls.append(blocks) or 0, "b:1", BLOCKS) == 0
     assert [sum(n for _, _, n in call) for call in calls] == [100_000, 50_000]
     covered = sorted((src, dst, n) for call in calls for src, dst, n in call)
     assert sum(n for _, _, n in covered) == 150_000 and covered[0][:2] == (1000, 9000)
@@ -71,10 +72,10 @@ def test_a_cancelled_room_stops_within_a_segment_and_is_no_failure() -> None:
         manager.request_status[7] = KVPoll.Failed
         return 0
 
-    assert lanes.transfer(send, "b:1", BLOCKS) == 0  # anything else would blacklist the session
+    assert mooncake.transfer(lanes, send, "b:1", BLOCKS) == 0  # anything else would blacklist the session
     assert sent == [(7, 100_000)]
     del manager.request_status[7]
-    assert lanes.transfer(send, "b:1", BLOCKS) == 0 and len(sent) == 1
+    assert mooncake.transfer(lanes, send, "b:1", BLOCKS) == 0 and len(sent) == 1
 
 
 def test_a_forgotten_room_is_no_backlog() -> None:
@@ -93,14 +94,14 @@ def test_a_forgotten_room_is_no_backlog() -> None:
 
 def test_an_error_of_the_engine_is_passed_on() -> None:
     lanes, _manager, sent = lane_in_use(rate=None)
-    assert lanes.transfer(lambda blocks: -1, "b:1", BLOCKS) == -1
+    assert mooncake.transfer(lanes, lambda blocks: -1, "b:1", BLOCKS) == -1
     assert sent == [] and lanes.link(["b:1"]).backlog == 0
 
 
 def test_a_lan_session_is_neither_cut_nor_paced() -> None:
     lanes, _manager, sent = lane_in_use(rate=1.0, lan=True)
     calls: list[Any] = []
-    assert lanes.transfer(lambda blocks: calls.append(blocks) or 0, "b:1", BLOCKS) == 0
+    assert mooncake.transfer(lanes, lambda blocks: calls.append(blocks) or 0, "b:1", BLOCKS) == 0
     assert calls == [BLOCKS] and sent == []
 
 
@@ -121,10 +122,10 @@ def test_each_destination_has_its_lane(monkeypatch: pytest.MonkeyPatch) -> None:
     manager.go_on.set()
     assert lanes.of(manager, ["b:1"]) is lanes.of(manager, ["b:1"])
     assert lanes.of(manager, ["c:1", "c:2"]) is lanes.of(manager, ["c:2", "c:1"]) is not lanes.of(manager, ["b:1"])
-    monkeypatch.setattr(mooncake, "IDLE_LANE", -1.0)
+    monkeypatch.setattr(patches_lanes, "IDLE_LANE", -1.0)
     lanes.of(manager, ["d:1"])  # the others have been idle for too long
     assert manager.ended.wait(5)
-    assert lanes.transfer(lambda blocks: 0, "b:1", BLOCKS) == 0
+    assert mooncake.transfer(lanes, lambda blocks: 0, "b:1", BLOCKS) == 0
 
 
 def test_sampling_parameters_survive_the_wire() -> None:

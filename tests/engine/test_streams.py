@@ -17,7 +17,7 @@ from sglang.srt.disaggregation.base import KVPoll
 
 from sglang_pdd.config import PddConfig
 from sglang_pdd.metrics import Counters
-from sglang_pdd.patches import landing, mooncake, streams
+from sglang_pdd.patches import landing, lanes, mooncake, streams
 from sglang_pdd.patches import pool as patches_pool
 from sglang_pdd.patches.device import DeviceRegions
 from sglang_pdd.patches.landing import Landings
@@ -80,6 +80,10 @@ class Manager:
     session_lock: Any = field(default_factory=threading.Lock)
     refused: set[str] = field(default_factory=set)
     kv_item_lens_sum: int = LAYERS * PAGE
+    going: Any = field(default_factory=threading.Event)  # cleared: a worker that has a chunk in hand waits
+
+    def __post_init__(self) -> None:
+        self.going.set()
 
     def told(self, room: int, pages: list[int]) -> None:
         """MD's metadata has come."""
@@ -103,10 +107,17 @@ class Manager:
 
     def transfer_worker(self, queue: Any, executor: Any, staging: Any, index: int) -> None:
         self.workers += 1
+        try:
+            self._work(queue, executor)
+        finally:
+            self.workers -= 1
+
+    def _work(self, queue: Any, executor: Any) -> None:
         while (chunk := queue.get()) is not None:
             if self.request_status.get(chunk.room, KVPoll.Failed) == KVPoll.Failed:
                 continue
             polls = []
+            self.going.wait()
             for session, info in self.transfer_infos[chunk.room].items():
                 status = streams.send_pages(Manager._layers, self, session, chunk, info, executor)
                 assert status == 0, "Mooncake would refuse the session from now on"
@@ -116,7 +127,6 @@ class Manager:
                 self.request_status[chunk.room] = KVPoll.Success if all(polls) else KVPoll.Failed
             if chunk.last:
                 self.concluded.append(chunk.room)
-        self.workers -= 1
 
     def _layers(self, session: str, chunk: Any, info: Any, executor: Any) -> int:
         def layer(i: int) -> int:
@@ -133,9 +143,11 @@ class Manager:
         return mooncake.batch_transfer(refuse, None, info.mooncake_session_id, [near], [far], [64])
 
     def update_status(self, room: int, status: int) -> None:
+        streams.status_changed(Manager._note, self, room, status)
+
+    def _note(self, room: int, status: int) -> None:
         if room in self.request_status:
             self.request_status[room] = status
-        streams.status_changed(None, self, room, status)
 
     def _unblacklist_session(self, session: str) -> None:
         assert self.session_lock.locked()
@@ -178,7 +190,7 @@ class World:
         assert self.streams.open(room, len(pages) * LAYERS * PAGE) is not None
 
     def chunk(self, pages: range, last: bool, room: int = ROOM) -> None:
-        mooncake.add_transfer_request(
+        lanes.add_transfer_request(
             Manager.add_transfer_request, self.manager, room, list(pages), slice(pages.start, pages.stop), last
         )
 
@@ -218,23 +230,23 @@ def test_chunks_land_where_the_engine_would_have_put_them(world: World) -> None:
     world.streams.close(ROOM)
 
 
-@pytest.mark.parametrize("world", [{"rate": SLOW}, {"rate": SLOW, "staged": True}], indirect=True)
+@pytest.mark.parametrize("world", [{"rate": SLOW, "ranks": 2}, {"rate": SLOW, "staged": True}], indirect=True)
 def test_what_has_landed_of_a_room_is_known_by_pages(world: World) -> None:
     target = [int(page) for page in np.random.default_rng(1).permutation(PAGES)]
     name = room_id(ROOM, np.array(target, np.int32).tobytes(), 0)
     world.begin(target)
     world.chunk(range(0, 20), last=False)
     world.chunk(range(20, PAGES), last=True)
-    (rank,) = world.ranks
-    wait_for(lambda: max(rank.receiver.pages(name).values(), default=0) > 20)
-    assert rank.landings.pages(ROOM, 2) == 0, "another rank of P has brought nothing"
-    landed = rank.landings.pages(ROOM, 1)
-    assert 20 < landed < PAGES
-    for i in range(LAYERS):
-        pages = np.frombuffer(rank.buffers[i], np.uint8).reshape(PAGES, PAGE)
-        assert (pages[target[:landed]] == 100 + i).all()
-    rank.landings.end(ROOM)
-    assert rank.landings.pages(ROOM, 1) == 0
+    wait_for(lambda: all(max(rank.receiver.pages(name).values(), default=0) > 20 for rank in world.ranks))
+    for rank in world.ranks:
+        assert rank.landings.pages(ROOM, 2) == 0, "another rank of P has brought nothing"
+        landed = rank.landings.pages(ROOM, 1)
+        assert 20 < landed <= PAGES + 1, "all of the first chunk, some of the second, the metadata at the end"
+        for i in range(LAYERS):
+            pages = np.frombuffer(rank.buffers[i], np.uint8).reshape(PAGES, PAGE)
+            assert (pages[target[:landed]] == 100 + i).all()
+        rank.landings.end(ROOM)
+        assert rank.landings.pages(ROOM, 1) == 0
     world.manager.update_status(ROOM, KVPoll.Failed)
 
 
@@ -261,6 +273,36 @@ def test_a_failed_room_frees_the_link_at_once_and_its_pages_soon(world: World) -
     assert world.manager.request_status[8] == KVPoll.Success
 
 
+@pytest.mark.parametrize("followed", [False, True])
+@pytest.mark.parametrize("world", [{"rate": SLOW, "ranks": 2}], indirect=True)
+def test_what_nobody_waits_for_lands_after_all_others(world: World, followed: bool) -> None:
+    """Also after what came later and is larger; unless somebody comes to wait for it."""
+    late, live, follower = 7, 8, 9
+    world.begin(list(range(28)), room=late)
+    world.chunk(range(0, 28), last=True, room=late)
+    assert world.streams.demote(late, True) and not world.streams.demote(live, True)
+    world.begin(list(range(28, 62)), room=live)
+    world.chunk(range(0, 34), last=True, room=live)
+    if followed:
+        world.manager.told(follower, [62])
+        assert world.streams.open(follower, LAYERS * PAGE, [late]) is not None
+    wait_for(lambda: len(world.manager.concluded) == 2)
+    assert world.manager.concluded == ([late, live] if followed else [live, late])
+
+
+@pytest.mark.parametrize("world", [{"rate": SLOW}], indirect=True)
+def test_what_others_wait_for_goes_as_early_as_they_would(world: World) -> None:
+    first, awaited = 7, 8
+    for room, pages in ((first, range(0, 28)), (awaited, range(28, 62))):
+        world.begin(list(pages), room=room)
+    world.streams.urge(awaited, PAGE)
+    world.streams.urge(99, PAGE)  # none of ours
+    for room, pages in ((first, range(0, 28)), (awaited, range(0, 34))):
+        world.chunk(pages, last=True, room=room)
+    wait_for(lambda: len(world.manager.concluded) == 2)
+    assert world.manager.concluded == [awaited, first]
+
+
 def test_a_room_that_is_cancelled_before_its_first_chunk(world: World) -> None:
     world.begin([1, 2, 3])
     world.manager.update_status(ROOM, KVPoll.Failed)
@@ -273,6 +315,26 @@ def test_a_room_that_is_cancelled_before_its_first_chunk(world: World) -> None:
     world.begin([1, 2, 3])  # the same request again, in the same pages
     world.chunk(range(0, 3), last=True)
     wait_for(lambda: world.manager.request_status[ROOM] == KVPoll.Success)
+
+
+@pytest.mark.parametrize("world", [{"rate": SLOW}], indirect=True)
+@pytest.mark.parametrize("where", ["before a chunk", "before the last chunk", "waiting for the last to land"])
+def test_a_number_that_is_taken_again_while_its_worker_lives(world: World, where: str) -> None:
+    manager, last = world.manager, where != "before a chunk"
+    world.begin(list(range(PAGES)))
+    if where != "waiting for the last to land":
+        manager.going.clear()
+    world.chunk(range(0, PAGES), last=last)
+    wait_for(lambda: manager.workers and (world.sent or not manager.going.is_set()))
+    world.ranks[0].landings.end(ROOM)
+    world.begin([7, 5])  # the next request
+    manager.going.set()
+    wait_for(lambda: not manager.workers)
+    assert not manager.concluded and not manager.failures, "the next request has heard of the first one's end"
+    assert manager.request_status[ROOM] == KVPoll.WaitingForInput
+    world.chunk(range(0, 2), last=True)
+    wait_for(lambda: manager.concluded)
+    assert manager.request_status[ROOM] == KVPoll.Success and not manager.failures
 
 
 @pytest.mark.parametrize("world", [{"rate": SLOW}], indirect=True)

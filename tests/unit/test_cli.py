@@ -115,6 +115,8 @@ def test_a_guard_that_cannot_run(env, capsys) -> None:
 
 def test_no_transfer_engine(env, capsys) -> None:
     env.broken["mooncake.engine"] = ImportError("libcudart.so.12")
+    assert any(line.startswith("ok") and line.endswith("NIXL") for line in doctor(capsys)[1])
+    env.broken["nixl._api"] = ModuleNotFoundError("nixl")
     problem = one_problem(capsys)
     assert "libcudart.so.12" in problem and "pip install mooncake-transfer-engine" in problem
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 
-from sglang_pdd.actions import AnswerEarly, DropRelay, KnowLandings, OpenRelay, Send
+from sglang_pdd.actions import AnswerEarly, Demote, DropRelay, KnowLandings, OpenRelay, Send
 from sglang_pdd.config import PddConfig
 from sglang_pdd.metrics import Counters
 from sglang_pdd.prefill import PEER_TIMEOUT, Job, Prefill
-from sglang_pdd.protocol import Abort, Chunk, Hello, Landing, RelayOpen, RelayReply, Request, Tokens, Welcome
+from sglang_pdd.protocol import Abort, Awaited, Chunk, Hello, Landing, RelayOpen, RelayReply, Request, Tokens, Welcome
 
 SAME = {"model": "m", "page_size": "16"}
 JOB = Job(5, ("s1",), Request((1, 2, 3), {"temperature": 0.0}), landing_ms=2000.0)
@@ -183,3 +183,12 @@ def test_a_landing_time_that_wavers_about_the_threshold_does_not_change_the_deci
         for i, ms in enumerate(times, 1)
     ]
     assert relayed == [False, False, False, True, True, True, True, False, False]
+
+
+def test_main_says_who_is_not_waited_for() -> None:
+    prefill = with_relay()
+    assert prefill.receive("md", Awaited(5, False), 0.0) == [Demote(5, ("s1",), True)]
+    assert prefill.receive("md", Awaited(5, True), 0.0) == [Demote(5, ("s1",), False)]
+    assert prefill.receive("rld", Awaited(5, False), 0.0) == []  # is no main decode
+    assert prefill.receive("nobody", Awaited(5, False), 0.0) == []
+    assert prefill.counters.get("messages.dropped", cause="unwelcome") == 1

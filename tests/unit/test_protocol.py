@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from sglang_pdd import protocol as p
 from sglang_pdd.protocol import (
     Abort,
+    Awaited,
     Chunk,
     Hello,
     Landing,
@@ -108,6 +109,7 @@ BY_KIND = {
     Abort: st.builds(Abort, rooms, text),
     Ping: st.builds(Ping, tuples(rooms)),
     Pong: st.builds(Pong, tuples(rooms)),
+    Awaited: st.builds(Awaited, rooms, st.booleans()),
 }
 messages = st.one_of(*BY_KIND.values())
 
@@ -206,7 +208,7 @@ def test_deep_nesting_is_a_protocol_error(depth: int) -> None:
 
 
 def test_other_versions_are_named() -> None:
-    with pytest.raises(VersionMismatch, match="protocol version 9, expected 2: run the same sglang-pdd") as caught:
+    with pytest.raises(VersionMismatch, match="protocol version 9, expected 3: run the same sglang-pdd") as caught:
         decode(msgpack.packb([9, 1, "whatever"]))
     assert caught.value.theirs == 9
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from sglang_pdd.policy import LinkEstimate
 from sglang_pdd.wan.plan import Load
-from sglang_pdd.wan.schedule import PATIENCE, Frame, Link, Meter, Pace, Room, Schedule
+from sglang_pdd.wan.schedule import BURST_S, CROWD, PATIENCE, SMALL, SMALL_S, Frame, Link, Meter, Pace, Room, Schedule
 
 MB = 1_000_000
 RATE = 100 * MB  # bytes/s of a simulated link
@@ -194,6 +194,26 @@ def test_the_background_waits_for_everybody_and_uses_what_is_left() -> None:
     assert order == [1] + [2] * 90 + [1] * 4  # the first frame had begun
 
 
+def test_a_live_request_does_not_notice_the_background() -> None:
+    """Not even one that came much later and is much larger; and a follower brings the room back."""
+    alone, mixed, joined = World(), World(), World()
+    for world in (alone, mixed, joined):
+        link, pace = world.link(), Pace(RATE)
+        other = world.link("other", pace=pace)
+        late = world.link("late", pace=pace)
+        for at in (link, late) if world is not alone else ():
+            room = world.send(at, 1 if at is link else 2, 300 * MB)
+            world.at(0.1, lambda world=world, room=room: world.schedule.demote(room))
+            if world is joined:
+                world.at(1.0, lambda world=world, room=room: world.schedule.urge(room, MB, world.now))
+        for at, room in ((link, 3), (other, 4)):
+            world.send_at(0.5, at, room, 400 * MB)
+        world.run()
+    for room in (3, 4):  # but for a frame, the burst after a pause, and what a link waits for another one of its pace
+        assert mixed.landed[room] <= alone.landed[room] + 0.1
+        assert mixed.landed[room] < mixed.landed[room - 2] and joined.landed[room - 2] < joined.landed[room]
+
+
 # --- lanes --------------------------------------------------------------------------------------------------------
 
 
@@ -268,6 +288,54 @@ def test_a_pace_refuses_nonsense() -> None:
     for rate in (0.0, -1.0, float("inf"), float("nan")):
         with pytest.raises(ValueError, match="positive"):
             Pace(rate)
+
+
+# --- lanes --------------------------------------------------------------------------------------------------------
+
+
+def room_of(frame: Frame | float) -> int | None:
+    return frame.room.id if isinstance(frame, Frame) else None
+
+
+def test_small_rooms_have_a_lane_of_their_own() -> None:
+    schedule, link = Schedule(), Link("md", estimate=LinkEstimate(RATE))
+    small = int(RATE * SMALL_S)
+    for room, size in ((1, 50 * MB), (2, small), (3, small + 1)):
+        schedule.submit(schedule.open(link, room, 0, 0.0), loads(size), 0.0, last=True)
+    assert room_of(schedule.next(link, 0.0, "small")) == 2
+    assert schedule.next(link, 0.0, "small") == float("inf")
+    assert room_of(schedule.next(link, 0.0, "large")) == 3
+    assert room_of(schedule.next(link, 0.0, "any")) == 1
+    schedule.submit(schedule.open(link, 4, 0, 0.0), loads(small), 0.0, last=True)
+    assert room_of(schedule.next(link, 0.0, "large")) == 1
+    for room in range(5, 5 + CROWD):
+        schedule.submit(schedule.open(link, room, 0, 0.0), loads(small), 0.0, last=True)
+    assert room_of(schedule.next(link, 0.0, "large")) == 4, "more than one stream should carry alone"
+    assert room_of(schedule.next(link, 0.0, "large")) == 1
+
+
+def test_a_room_is_small_by_what_is_promised() -> None:
+    schedule, link = Schedule(), Link("md", estimate=LinkEstimate(RATE))
+    large, growing = schedule.open(link, 1, 50 * MB, 0.0), schedule.open(link, 2, 0, 0.0)
+    schedule.submit(large, loads(1000), 0.0, last=False)
+    schedule.submit(growing, loads(1000), 0.0, last=False)
+    assert room_of(schedule.next(link, 0.0, "small")) == 2
+    schedule.submit(growing, loads(MB), 0.0, last=True)
+    assert schedule.next(link, 0.0, "small") == float("inf")
+
+
+def test_small_rooms_do_not_wait_for_a_large_ones_debt() -> None:
+    pace = Pace(10 * MB)
+    schedule, link = Schedule(), Link("md", pace, LinkEstimate(10 * MB))
+    for room, size in ((1, 50 * MB), *((each, SMALL) for each in range(2, 9))):
+        schedule.submit(schedule.open(link, room, 0, 0.0), loads(size, 300_000), 0.0, last=True)
+    assert room_of(schedule.next(link, 0.0, "any")) == 2
+    assert room_of(schedule.next(link, 0.0, "any")) == 3
+    wait = schedule.next(link, 0.0, "any")
+    assert isinstance(wait, float) and 0 < wait < BURST_S
+    taken = [room_of(schedule.next(link, 0.0, "small")) for _ in range(3)]
+    assert taken == [4, 5, None], "but not without end"
+    assert schedule.next(link, 0.0, "large") == pytest.approx((4 * SMALL - 0.02 * 10 * MB) / (10 * MB))
 
 
 # --- cancellation and loss ----------------------------------------------------------------------------------------

@@ -20,7 +20,7 @@ from sglang_pdd import keys
 from sglang_pdd.keys import KeysError
 from sglang_pdd.metrics import Counters
 from sglang_pdd.wan import frames
-from sglang_pdd.wan.frames import Ack, Cancel, Cancelled, Data, Hello, Ping, Pong, Reject, Welcome
+from sglang_pdd.wan.frames import SOUND, SPOILT, Ack, Cancel, Cancelled, Data, Hello, Ping, Pong, Reject, Welcome
 from sglang_pdd.wan.landing import Landed
 from sglang_pdd.wan.peer import Peer
 from sglang_pdd.wan.receiver import Receiver
@@ -49,6 +49,7 @@ class Relay:
     def __init__(self, target: tuple[str, int]) -> None:
         self._target = target
         self._listener = socket.create_server(("127.0.0.1", 0))
+        self._listener.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 32 << 10)  # what waits here has left the sender
         self.address: tuple[str, int] = self._listener.getsockname()
         self._pairs: list[socket.socket] = []
         self._open = threading.Event()
@@ -64,6 +65,7 @@ class Relay:
                     near.close()
                     continue
                 far = socket.create_connection(self._target)
+                far.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 32 << 10)
             except OSError:
                 return
             self._pairs += [near, far]
@@ -383,6 +385,30 @@ def test_after_a_cancellation_nothing_is_written(make: Callable[..., Pair], fold
     assert pair.peer.submit(2, pair.pages([(1, 1)])).wait(LONG) == "landed"
 
 
+def test_pages_that_are_used_again_at_once_have_not_landed(make: Callable[..., Pair]) -> None:
+    """The sender's owner puts something else into its pages when the room is cancelled, in the midst of a frame."""
+    pair = make(relayed=True, tuning=replace(QUICK, streams=1, unsent=64 << 10))
+    assert pair.relay is not None
+    pages = shuffled(1000)
+    for room in range(5):
+        pair.receiver.open(room)
+        before, landed = [bytes(layer) for layer in pair.near], len(pair.landed)
+        ticket = pair.peer.submit(room, pair.pages(pages), last=True)
+        wait_for(lambda: len(pair.landed) > landed + 2)  # noqa: B023
+        pair.relay.hold(True)
+        time.sleep(0.05)  # the next frame has begun, there and here
+        pair.peer.cancel(room)
+        for layer in pair.near:
+            layer[:] = os.urandom(SIZE)
+        pair.relay.hold(False)
+        assert ticket.wait(LONG) == "cancelled"
+        (whole,) = pair.receiver.pages(room).values()
+        assert 0 < whole < len(pages)
+        for near, far in pages[:whole]:
+            for old, new in zip(before, pair.far, strict=True):
+                assert old[near * PAGE : (near + 1) * PAGE] == new[far * PAGE : (far + 1) * PAGE]
+
+
 def test_a_closed_room_is_quiet_at_once(make: Callable[..., Pair]) -> None:
     """The receiver's owner needs no word from the sender to use its pages again."""
     pair = make(rate=16e6)
@@ -448,6 +474,17 @@ def test_a_sender_hears_of_each_frame(make: Callable[..., Pair]) -> None:
     assert pair.peer.submit(1, pair.pages(shuffled(500)), last=True).wait(LONG) == "landed"
     wait_for(lambda: sum(size for _, size, _ in heard) == 500 * LAYERS * PAGE)
     assert {room for room, _, _ in heard} == {1} and all(0 < seconds < LONG for _, _, seconds in heard)
+
+
+def test_a_small_room_does_not_wait_for_what_streams_hold(make: Callable[..., Pair]) -> None:
+    pair = make(rate=20e6, tuning=replace(QUICK, streams=2))
+    for room in (1, 2):
+        pair.receiver.open(room)
+    large = pair.peer.submit(1, pair.pages(shuffled(1000)), last=True)
+    wait_for(lambda: pair.landed)
+    small = pair.peer.submit(2, pair.pages(shuffled(4, seed=1)), last=True)
+    assert small.wait(LONG) == "landed" and large.ending is None
+    assert large.wait(LONG) == "landed"
 
 
 def test_a_slow_link_has_fewer_streams() -> None:
@@ -636,14 +673,27 @@ def test_a_duplicate_is_acknowledged_and_not_written(make: Callable[..., Pair]) 
     raw = dial(pair)
     assert isinstance(answer(raw), Welcome)
     for payload in (b"a", b"b"):
-        raw.write(one_page() + payload * PAGE)
+        raw.write(one_page() + payload * PAGE + SOUND)
         assert answer(raw) == Ack(1, 0, 0, PAGE, "landed")
         assert pair.far[0][:PAGE] == b"a" * PAGE
     assert pair.receiver_counters.get("stream.skipped", cause="duplicate") == 1
     raw.write(frames.encode(Ping()))
     assert answer(raw) == Pong()
-    raw.write(frames.encode(Cancel(1)) + one_page(size=8) + b"c" * 8)
+    raw.write(frames.encode(Cancel(1)) + one_page(size=8) + b"c" * 8 + SOUND)
     assert answer(raw) == Cancelled(1) and answer(raw) == Ack(1, 0, 0, 8, "discarded")
+    raw.close()
+
+
+def test_a_spoilt_payload_has_not_landed(make: Callable[..., Pair]) -> None:
+    pair = make()
+    pair.receiver.open(1)
+    raw = dial(pair)
+    assert isinstance(answer(raw), Welcome)
+    raw.write(one_page() + b"a" * PAGE + SPOILT)
+    assert answer(raw) == Ack(1, 0, 0, PAGE, "discarded")
+    assert not pair.landed and set(pair.receiver.pages(1).values()) <= {0}
+    raw.write(one_page() + b"b" * PAGE + SOUND)
+    assert answer(raw) == Ack(1, 0, 0, PAGE, "landed") and pair.far[0][:PAGE] == b"b" * PAGE
     raw.close()
 
 
@@ -654,7 +704,7 @@ def test_the_same_frame_on_another_stream_takes_over(make: Callable[..., Pair]) 
     assert isinstance(answer(first), Welcome) and isinstance(answer(second), Welcome)
     first.write(one_page() + b"a" * 100)  # and hangs
     wait_for(lambda: pair.far[0][:1] == b"a")
-    second.write(one_page() + b"b" * PAGE)
+    second.write(one_page() + b"b" * PAGE + SOUND)
     assert answer(second) == Ack(1, 0, 0, PAGE, "landed")
     assert pair.far[0][:PAGE] == b"b" * PAGE
     with pytest.raises(OSError, match=r"closed|reset"):
@@ -683,7 +733,7 @@ def test_garbage_on_a_welcomed_stream(make: Callable[..., Pair]) -> None:
     for _ in range(60):
         raw = dial(pair, session=rng.getrandbits(63))
         assert isinstance(answer(raw), Welcome)
-        forged = bytearray(one_page(room=9, region=1) + b"x" * PAGE)
+        forged = bytearray(one_page(room=9, region=1) + b"x" * PAGE + SOUND)
         for _ in range(rng.randint(1, 4)):
             forged[rng.randrange(80)] = rng.randrange(256)
         with contextlib.suppress(OSError, frames.FrameError):
@@ -698,7 +748,7 @@ def test_garbage_on_a_welcomed_stream(make: Callable[..., Pair]) -> None:
 @pytest.mark.parametrize(
     "forged, cause",
     [
-        (one_page(region=LAYERS) + b"x" * PAGE, "malformed"),
+        (one_page(region=LAYERS) + b"x" * PAGE + SOUND, "malformed"),
         (one_page(offset=SIZE - 1) + b"x" * PAGE, "malformed"),
         (one_page(offset=1 << 63) + b"x" * PAGE, "malformed"),
         (b"GET / HTTP/1.1\r\n\r\n", "malformed"),
