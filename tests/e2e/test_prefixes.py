@@ -220,7 +220,6 @@ def test_what_has_landed_of_a_transfer_that_is_cut_off_stays(served: Served) -> 
     served.reference.answer(task.prompt, limit(task))
     caller = Caller(served.cluster.url, task.prompt)
     room, some = served.room(caller.rid), task.prompt_tokens * _bytes_per_token() // 4
-    known = served.wait_for("main", "opened", rid=caller.rid)["hit"]  # prompts begin alike
     wait(
         lambda: sum(e["bytes"] for e in served.events("prefill", "wan_sent", room=room)) >= some or None,
         30,
@@ -232,9 +231,9 @@ def test_what_has_landed_of_a_transfer_that_is_cut_off_stays(served: Served) -> 
     assert task.prompt_tokens / 8 < kept < task.prompt_tokens and kept % page == 0
     served.begin()
     answer = served.ask(task)
-    assert served.wait_for("main", "opened", rid=answer.rid)["hit"] == known + kept
+    assert kept <= served.wait_for("main", "opened", rid=answer.rid)["hit"] <= kept + MARKS
     served.settle()
-    assert _sent(served) <= task.prompt_tokens - known - kept + page + MARKS
+    assert _sent(served) <= task.prompt_tokens - kept + page + MARKS
 
 
 @pytest.mark.on(*ONE)
