@@ -143,13 +143,18 @@ def _setting(kind: Callable[..., T], args: argparse.Namespace, **others: Any) ->
     return kind(**{name: getattr(args, name) for name in names}, **others)
 
 
-def surroundings(argv: Sequence[str]) -> dict[str, Any]:
-    """What the figures depend on, besides the settings."""
+def version() -> str:
+    """Of the plugin, and the commit in a checkout."""
     git = ["git", "-C", str(ROOT), "describe", "--always", "--dirty"]
     commit = subprocess.run(git, capture_output=True, text=True).stdout.strip()
+    return f"{__version__} {commit}".strip()
+
+
+def surroundings(argv: Sequence[str]) -> dict[str, Any]:
+    """What the figures depend on, besides the settings."""
     return {
         "command": " ".join(["python examples/bench_handoff.py", *argv]),
-        "version": f"{__version__} {commit}".strip(),
+        "version": version(),
         "cores": os.cpu_count(),
         "load_before": round(os.getloadavg()[0], 1),
     }

@@ -25,11 +25,10 @@ from pathlib import Path
 from typing import Any, get_args
 
 import transport_report
+from bench_handoff import version
 from cluster import exit_on_sigterm
 from transport_link import PARTS, Cell, Link, Part, Setting
 from wan import obstacle
-
-from sglang_pdd import __version__
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -103,7 +102,9 @@ def main() -> None:
 def measure(args: argparse.Namespace, data: dict[str, Any], samples: Path) -> None:
     """Measure what is missing; after each cell all is written."""
     setting = Setting(args.mib, args.reps, args.streams, args.ids_s, args.engine_s, args.busy)
-    todo = [cell for cell in cells(args) if args.again or str(cell) not in data["cells"]]
+    here = version()
+    known = {key for key, row in data["cells"].items() if (row["setting"], row["version"]) == (asdict(setting), here)}
+    todo = [cell for cell in cells(args) if args.again or str(cell) not in known]
     begun = time.monotonic()
     for index, cell in enumerate(todo):
         if index and args.minutes is not None and time.monotonic() > begun + 60 * args.minutes:
@@ -117,7 +118,7 @@ def measure(args: argparse.Namespace, data: dict[str, Any], samples: Path) -> No
         data["cells"][str(cell)] = {
             **asdict(cell),
             "setting": asdict(setting),
-            "version": __version__,
+            "version": here,
             "cores": os.cpu_count(),
             "load_before": round(load, 1),
             "seconds": round(time.monotonic() - started),

@@ -2,14 +2,16 @@
 
 Three clusters run at once, with the same model and the same flags where they have the same flags: ``pdd`` and ``stock``
 with prefill in datacenter A and decode, router and client in B; ``lan``, stock with all in B. SGLang's own
-``bench_serving`` asks each in turn, so that a slow moment of the machine meets all three. Needs root, for network
-namespaces. What was measured is kept in ``--out``: run it again and it goes on where it was stopped.
+``bench_serving`` asks each in turn, ``lan`` once in each repetition, the others one right after the other on each link.
+Needs root, for network namespaces. What was measured is kept in ``--out``: run it again and it goes on where it was
+stopped.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import signal
 import sys
@@ -26,15 +28,16 @@ sys.path.insert(0, str(Path(__file__).parent / "tiny"))
 
 import bench_wan_report as report
 import wan_workloads as workloads
-from bench_handoff import surroundings
+from bench_handoff import surroundings, version
 from cluster import MODEL, Cluster, Running, ServerDied, Site, exit_on_sigterm
-from demo import settle
+from demo import kv_bytes_per_token, settle
 from wan import Wan, WanError, ip_bytes, obstacle
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE_SIZE = 16
 POOL_TOKENS = 60_000
 ARMS = ("lan", "stock", "pdd")
+MOST_PER_S = 4.0  # requests: more than that, and the cores are what is measured
 QUIET_BYTES, QUIET_S = 40_000, 0.5  # heartbeats of six servers stay below this
 TUNED = {"MC_TCP_LANES_PER_PEER": "16"}  # Mooncake's most, and best over a WAN; `cluster.py` sets its other limits
 PACED = 0.9  # of the link: what docs/wan.md advises
@@ -123,7 +126,7 @@ class Bench:
             self.ask(arm, replace(workload, requests=workload.before, concurrency=1))
         self._calm(arm)
         self.wan.reset()
-        result = self.ask(arm, workload)
+        result = self.ask(arm, workload, cell.mbps)
         self._calm(arm)
         sent = ip_bytes(self.wan.stats())
         rows = [
@@ -139,7 +142,8 @@ class Bench:
                 workload.requests, result["ttfts"], result["itls"], result["generated_texts"], strict=True
             )
         ]
-        return {"key": cell.key(), **asdict(cell), "seconds": result["duration"], "bytes": sent, "requests": rows}
+        made = {"version": version(), "arms": sorted(self.arms), "seconds": result["duration"], "bytes": sent}
+        return {"key": cell.key(), **asdict(cell), **made, "requests": rows}
 
     def _seed(self, cell: Cell) -> int:
         """The same for all arms; another for each link, workload and repetition, so that nothing is cached already."""
@@ -159,7 +163,7 @@ class Bench:
                 self.ask(arm, workloads.warm_up(self.sizes, seed))
                 self._calm(arm)
 
-    def ask(self, arm: Running, workload: workloads.Workload) -> dict[str, Any]:
+    def ask(self, arm: Running, workload: workloads.Workload, mbps: float = math.inf) -> dict[str, Any]:
         """Run ``bench_serving`` here.
 
         Raises:
@@ -174,6 +178,10 @@ class Bench:
         command += ["--model", str(arm.spec.model), "--tokenizer", str(arm.spec.model)]
         command += ["--dataset-name", "openai", "--dataset-path", str(asked)]
         command += ["--num-prompts", str(len(workload.requests)), "--max-concurrency", str(workload.concurrency)]
+        if workload.load is not None:
+            size = kv_bytes_per_token(arm.spec.model) * self.sizes.prompt
+            rate = min(MOST_PER_S, workload.load * mbps * 1e6 / 8 / size)
+            command += ["--request-rate", f"{rate:g}"]
         command += ["--warmup-requests", "0", "--ready-check-timeout-sec", "0", "--disable-tqdm"]
         command += ["--output-file", str(answered), "--output-details"]
         with log.open("a") as file, redirect_stdout(file), redirect_stderr(file), patch.object(sys, "argv", command):

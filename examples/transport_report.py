@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from statistics import median
 from typing import Any
@@ -33,10 +34,13 @@ def text(data: Mapping[str, Any]) -> str:
 
 def _where(rows: Sequence[Row]) -> str:
     loads = [row["load_before"] for row in rows]
+    versions = ", ".join(sorted({row["version"] for row in rows}))
+    settings = {json.dumps(row["setting"]) for row in rows}
+    mixed = "" if len(settings) == 1 else f" Made with different settings: {'; '.join(sorted(settings))}."
     return (
-        f"`make bench-transport`: sglang-pdd {rows[-1]['version']}, {rows[-1]['cores']} cores that both ends and the "
+        f"`make bench-transport`: sglang-pdd {versions}, {rows[-1]['cores']} cores that both ends and the "
         f"emulator share, without a GPU; load average before the cells {min(loads)} to {max(loads)}. Figures of one "
-        "machine, to be read as ratios: run it yourself for yours."
+        f"machine, to be read as ratios: run it yourself for yours.{mixed}"
     )
 
 

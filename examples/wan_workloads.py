@@ -31,13 +31,17 @@ class Request:
 
 @dataclass(frozen=True)
 class Workload:
-    """Requests of which at most ``concurrency`` are under way at once; ``before`` is sent first, and not measured."""
+    """Requests of which at most ``concurrency`` are under way at once; ``before`` is sent first, and not measured.
+
+    ``load``: they come at random times, such that their KV would take so much of the link; None: as fast as they end.
+    """
 
     name: str
     what: str
     requests: Sequence[Request]
     concurrency: int
     before: Sequence[Request] = ()
+    load: float | None = None
 
 
 @dataclass(frozen=True)
@@ -63,6 +67,12 @@ def cold(sizes: Sizes, seed: int) -> Workload:
     prompts = [tasks.cold(_seed(seed, index), sizes.prompt, answer) for index, answer in enumerate(answers)]
     what = f"{sizes.prompt} new tokens each, one request after the other"
     return Workload("cold", what, [Request("cold", task) for task in prompts], 1)
+
+
+def steady(sizes: Sizes, seed: int) -> Workload:
+    """The same at random times, no more than the link can bear."""
+    what = f"{sizes.prompt} new tokens each, at random times; their KV takes 60 % of the link at most"
+    return Workload("steady", what, cold(sizes, seed).requests, 64, load=0.6)
 
 
 def turns(sizes: Sizes, seed: int) -> Workload:
@@ -109,7 +119,7 @@ def warm_up(sizes: Sizes, seed: int) -> Workload:
     return Workload("warm-up", "not measured", [Request("cold", task) for task in prompts], 1)
 
 
-WORKLOADS = {"cold": cold, "turns": turns, "agents": agents, "mix": mix}
+WORKLOADS = {"cold": cold, "turns": turns, "agents": agents, "mix": mix, "steady": steady}
 
 
 def write(path: Path, requests: Sequence[Request]) -> Path:

@@ -20,6 +20,7 @@ from sglang_pdd.patches.lanes import FREE_SEGMENT, Lane, get_lanes
 
 IN_FLIGHT = 4  # segments
 POLL = 0.0005  # seconds between two looks at a segment
+SETTLE_S = 5.0  # as long as SGLang waits for the rest of what has failed
 
 Ints = NDArray[np.int64]
 Make = Callable[[slice], Any]
@@ -69,6 +70,7 @@ class _Transfer:
     whole: Any = None  # NIXL's own, of all of them
     posted: deque[tuple[Any, int]] = field(default_factory=deque)  # NIXL's own and their bytes, not known to be done
     failed: bool = False
+    settled_by: float = 0.0  # it has failed; so long the rest of it has to end
 
     def segments(self, limit: int) -> Iterator[tuple[slice, int]]:
         """(blocks, bytes), at most ``limit`` of them if a block has not more."""
@@ -139,12 +141,17 @@ class Agent:
         return "PROC"  # SGLang asks for more
 
     def check_xfer_state(self, transfer: _Transfer) -> str:
-        """DONE, ERR or PROC. Raises if one segment has failed and another may still be on its way: SGLang then never
-        says that the pages are free."""
+        """DONE, ERR or PROC. Raises if one segment has failed and another is still on its way after `SETTLE_S`: SGLang
+        then never says that the pages are free."""
         states = [self._agent.check_xfer_state(handle) for handle, _ in transfer.posted]
         running = any(state not in ("DONE", "ERR") for state in states)
         failed = transfer.failed or "ERR" in states
         if failed and running:
+            now = time.monotonic()
+            transfer.settled_by = transfer.settled_by or now + SETTLE_S
+            if now < transfer.settled_by:
+                time.sleep(POLL)
+                return "PROC"
             raise RuntimeError("a segment has failed while others are on their way")
         return "ERR" if failed else "PROC" if running else "DONE"
 

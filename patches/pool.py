@@ -35,4 +35,8 @@ def memory(scheduler: Any, kv_args: Any) -> Memory:
 
 
 def _device(scheduler: Any) -> torch.device:
-    return torch.device(scheduler.token_to_kv_pool_allocator.device)
+    """With its index, which SGLang leaves away: the streams' threads have another current device than this one."""
+    device = torch.device(scheduler.token_to_kv_pool_allocator.device)
+    if device.type == "cpu" or device.index is not None:
+        return device
+    return torch.device(device.type, torch.accelerator.current_device_index())

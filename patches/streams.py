@@ -92,15 +92,18 @@ class Lane(FastQueue):
         if self._complete == len(self.peers):
             for ticket in self._tickets:
                 ticket.wait()
-            self._check()
+        self._check()
         bad = next((ticket for ticket in self._tickets if ticket.ending not in (None, "landed")), None)
         if bad is not None:
             self._fail(bad.reason or str(bad.ending))
         return 0
 
     def _check(self) -> None:
-        if lane_of(self.room) is not self and not over(self.room):
+        if self._superseded():
             raise Superseded(self.room)
+
+    def _superseded(self) -> bool:
+        return lane_of(self.room) is not self and not over(self.room)
 
     def _fail(self, reason: str) -> None:
         self.cancel()
@@ -115,7 +118,8 @@ class Lane(FastQueue):
             self.cancel()
         except Exception as error:
             logger.exception("PDD: room %d", self.room)
-            self._fail(str(error))
+            if not self._superseded():
+                self._fail(str(error))
 
 
 class Streams:

@@ -149,12 +149,14 @@ class Peer:
         with self._change:
             if (known := self._rooms.get(room)) is not None:
                 self._schedule.urge(known.room, size, time.monotonic())
+        self.wake()
 
     def demote(self, room: int, demoted: bool = True) -> None:
         """Nobody waits for this room any more: it goes when nothing else does. Or somebody does again."""
         with self._change:
             if (known := self._rooms.get(room)) is not None:
                 self._schedule.demote(known.room, demoted)
+        self.wake()
 
     def landing_ms(self, size: int = 0, *, room: int | None = None) -> float:
         """Milliseconds until ``size`` bytes, asked for now, will have landed; or until all of ``room`` has."""
@@ -223,7 +225,7 @@ class Peer:
         return any(stream.up for stream in self._streams)
 
     def next(self, now: float, lane: Lane) -> Frame | float:
-        if lane == "large" and not self._express.up:
+        if not (self._express.up and any(stream.up for stream in self._streams if stream is not self._express)):
             lane = "any"
         frame = self._schedule.next(self.link, now, lane)
         if isinstance(frame, Frame):

@@ -36,7 +36,7 @@ from sglang_pdd.wan.stream import Stream, StreamClosed
 from sglang_pdd.wan.tls import Identity
 
 MAX_STREAMS = 512
-MAX_STRANGERS = 16  # connections that have not said who they are
+MAX_STRANGERS = 64  # connections that have not said who they are
 IDLES = 4  # missed signs of life after which a sender is gone
 GRACE_S = 0.5  # what a frame of a closed room has to end by itself
 

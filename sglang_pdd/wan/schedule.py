@@ -26,6 +26,8 @@ SMALL_S = 0.003  # a room that needs no longer than that is small
 SMALL = 128 << 10  # bytes; and so is this, on any link
 CROWD = 4  # so many times what is small, in small rooms together, is more than their lane should have to carry alone
 
+HELP_S = 0.05  # and what has waited for so long there is sent by whoever can: that stream may hang
+
 Lane = Literal["any", "small", "large"]
 
 _NEVER = float("inf")
@@ -92,6 +94,7 @@ class Room:
     flying: int = 0  # bytes sent and not acknowledged
     submitted: int = 0  # bytes
     small: bool = False  # said when something is submitted: whoever carries it must then be woken anyway
+    since: float = 0.0  # when its first frame that waits was submitted
     background: bool = False  # nobody waits for it
     cancelled: bool = False
     parts: int = 0  # submitted
@@ -99,6 +102,11 @@ class Room:
     frames: deque[Frame] = field(default_factory=deque)
     claims: list[tuple[float, int]] = field(default_factory=list)  # (time, bytes) of those who wait for this one
     predicted: float = 0.0  # when it should have landed, said when the last of it was submitted
+
+    @property
+    def urgent(self) -> bool:
+        """Is it for the lane of small rooms?"""
+        return self.small and not self.background
 
     @property
     def left(self) -> int:
@@ -152,6 +160,7 @@ class Schedule:
         room.queued += total
         room.submitted += total
         room.small = room.promised + room.submitted <= self._small(room.link)
+        room.since = room.since if room.frames else now
         room.frames.extend(Frame(room, part, load) for load in loads)
         if last:
             room.predicted = now + self.landing(room.link, 0, now, room=room)
@@ -188,9 +197,10 @@ class Schedule:
             lane: of which rooms. Small ones do not wait for a large one's debt to the pace: it comes out of what large
                 ones have next.
         """
-        room = self._first(link, lane)
+        room = self._first(link, now, lane)
         if room is None:
-            return _NEVER
+            waiting = lane == "large" and any(room.frames for room in link.rooms.values())
+            return HELP_S if waiting else _NEVER
         if link.pace is not None and (lane != "small" or link.pace.wait(now) > BURST_S):
             wait = link.pace.wait(now)
             if wait > 0:
@@ -256,7 +266,7 @@ class Schedule:
         assert link.pace is not None
         mine = room.background, room.rank(link.estimate.bandwidth)
         for other, until in list(link.pace.waiting.items()):
-            first = self._first(other)
+            first = self._first(other, now)
             if first is None or until < now:
                 del link.pace.waiting[other]
             elif other is not link and (first.background, first.rank(other.estimate.bandwidth)) < mine:
@@ -268,12 +278,14 @@ class Schedule:
         """Bytes up to which a room is small."""
         return max(SMALL, SMALL_S * link.estimate.bandwidth)
 
-    def _first(self, link: Link, lane: Lane = "any") -> Room | None:
+    def _first(self, link: Link, now: float, lane: Lane = "any") -> Room | None:
         ready = [room for room in link.rooms.values() if room.frames]
-        if lane == "small":
-            ready = [room for room in ready if room.small]
-        elif lane == "large" and sum(room.queued for room in ready if room.small) <= CROWD * self._small(link):
-            ready = [room for room in ready if not room.small]
+        if lane != "any":
+            small = [room for room in ready if room.urgent]
+            if lane == "small":
+                ready = small
+            elif sum(room.queued for room in small) <= CROWD * self._small(link):
+                ready = [room for room in ready if not room.urgent or now - room.since >= HELP_S]
         if len(ready) < 2:
             return ready[0] if ready else None
         bandwidth = link.estimate.bandwidth

@@ -119,4 +119,5 @@ DEFAULT = tuple(USUAL)
 LAYOUTS = WITH_BREAKS = (*USUAL, *_product(), *PAGE64, *NIXL)
 # For tests to which the layout matters little, and for those to which only the number of ranks does.
 ONE = ("page1", "full:page16", "full:tp2")
-RANKS_OF_ALL = ("page1", "full:page16", "tp2", *_product(), *PAGE64, *NIXL)
+FULL_LAYOUTS = (*_product(), *PAGE64, *NIXL)
+RANKS_OF_ALL = ("page1", "full:page16", "tp2", *FULL_LAYOUTS)

@@ -93,6 +93,7 @@ def test_answer_finished_before_landing(served: Served) -> None:
     assert served.grown("prefill", "wan.bytes") < 0.9 * COLD_TOKENS * KV_BYTES, "the link was not freed"
 
 
+@pytest.mark.on(*ONE)
 @pytest.mark.parametrize("room", [1, 2, 20])
 def test_token_limit_before_landing(served: Served, room: int) -> None:
     answer = served.ask(cold(), room)
@@ -100,6 +101,7 @@ def test_token_limit_before_landing(served: Served, room: int) -> None:
     assert served.grown("main", "finished_before_landing") == 1
 
 
+@pytest.mark.on(*ONE)
 def test_several_samples_are_refused(served: Served) -> None:
     """Stock SGLang gives all of them one bootstrap room, and its schedulers end with an exception."""
     client = openai.OpenAI(base_url=f"{served.cluster.url}/v1", api_key="none", timeout=120, max_retries=0)
@@ -110,6 +112,7 @@ def test_several_samples_are_refused(served: Served) -> None:
     served.ask(cold(60, 12))
 
 
+@pytest.mark.on(*ONE)
 def test_stop_string_in_eager_tokens(served: Served) -> None:
     task = cold()
     word = task.answer.split()[10]

@@ -16,7 +16,7 @@ from breaks import order_break
 from checks import Served, limit, wait
 from client import Answer, generate
 from cluster import HOST, MODEL
-from matrix import ANSWER_TOKENS, COLD_TOKENS, LAYOUTS, ONE, RANKS_OF_ALL
+from matrix import ANSWER_TOKENS, COLD_TOKENS, FULL_LAYOUTS, LAYOUTS, ONE, RANKS_OF_ALL
 from test_disconnect import Caller
 
 _seeds = itertools.count(70_000)
@@ -131,7 +131,7 @@ def test_the_leaders_transfer_fails(served: Served) -> None:
     assert served.grown("main", "drc.refetches_failed") == 0
 
 
-@pytest.mark.on(*RANKS_OF_ALL)
+@pytest.mark.on(*ONE, *FULL_LAYOUTS)
 def test_only_what_is_new_crosses(served: Served) -> None:
     """Prompt, relayed tokens and MD's own are all there when the next turn comes, to the page."""
     page = _page(served)
@@ -162,7 +162,7 @@ def test_a_prompt_that_lands_after_its_answer_is_kept(served: Served) -> None:
     assert served.wait_for("main", "opened", rid=answer.rid)["hit"] >= COLD_TOKENS // page * page
 
 
-@pytest.mark.on("page1", "tp2")
+@pytest.mark.on("page1", "full:tp2")
 def test_a_prompt_for_nobody_goes_last_until_somebody_comes(served: Served) -> None:
     late = tasks.cold(next(_seeds), 7000, 8)
     again = tasks.follow_up(late, 1, 60, 20)

@@ -25,6 +25,7 @@ def row(arm: str, ttft: float, repeat: int = 0, kind: str = "cold", sent: int = 
     request = {"kind": kind, "ttft": ttft, "gap": 0.01, "itl": 0.01, "total": ttft + 0.1, "right": True}
     return {
         "key": cell.key(),
+        "version": "1",
         "mbps": cell.mbps,
         "rtt_ms": cell.rtt_ms,
         "repeat": repeat,

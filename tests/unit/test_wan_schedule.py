@@ -6,14 +6,30 @@ import heapq
 import itertools
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sglang_pdd.policy import LinkEstimate
+from sglang_pdd.wan.peer import Peer
 from sglang_pdd.wan.plan import Load
-from sglang_pdd.wan.schedule import BURST_S, CROWD, PATIENCE, SMALL, SMALL_S, Frame, Link, Meter, Pace, Room, Schedule
+from sglang_pdd.wan.schedule import (
+    BURST_S,
+    CROWD,
+    HELP_S,
+    PATIENCE,
+    SMALL,
+    SMALL_S,
+    Frame,
+    Lane,
+    Link,
+    Meter,
+    Pace,
+    Room,
+    Schedule,
+)
 
 MB = 1_000_000
 RATE = 100 * MB  # bytes/s of a simulated link
@@ -336,6 +352,38 @@ def test_small_rooms_do_not_wait_for_a_large_ones_debt() -> None:
     taken = [room_of(schedule.next(link, 0.0, "small")) for _ in range(3)]
     assert taken == [4, 5, None], "but not without end"
     assert schedule.next(link, 0.0, "large") == pytest.approx((4 * SMALL - 0.02 * 10 * MB) / (10 * MB))
+
+
+def test_what_nobody_waits_for_has_no_lane_of_its_own() -> None:
+    schedule, link = Schedule(), Link("md", estimate=LinkEstimate(RATE))
+    small = schedule.open(link, 1, 0, 0.0)
+    schedule.submit(small, loads(1000), 0.0, last=True)
+    schedule.submit(schedule.open(link, 2, 0, 0.0), loads(50 * MB), 0.0, last=True)
+    schedule.demote(small)
+    assert schedule.next(link, 0.0, "small") == float("inf")
+    assert room_of(schedule.next(link, 0.0, "large")) == 2
+    schedule.urge(small, 1000, 0.0)
+    assert room_of(schedule.next(link, 0.0, "small")) == 1
+
+
+def test_a_lane_that_hangs_is_helped() -> None:
+    schedule, link = Schedule(), Link("md", estimate=LinkEstimate(RATE))
+    schedule.submit(schedule.open(link, 1, 0, 0.0), loads(1000), 0.0, last=True)
+    assert schedule.next(link, 0.0, "large") == HELP_S
+    assert room_of(schedule.next(link, HELP_S, "large")) == 1
+    assert schedule.next(link, HELP_S, "large") == float("inf")
+
+
+@pytest.mark.parametrize(("express", "others", "lane"), [(True, False, "small"), (False, True, "large")])
+def test_streams_that_are_up_carry_everything(express: bool, others: bool, lane: Lane) -> None:
+    peer = object.__new__(Peer)
+    peer._schedule, peer.link, peer._rooms = Schedule(), Link("md", estimate=LinkEstimate(RATE)), {}
+    peer._streams = [SimpleNamespace(up=up) for up in (express, others, False)]  # type: ignore[misc]
+    peer._express = peer._streams[0]
+    for room, size in ((1, 1000), (2, 50 * MB)):
+        known = peer._room(room, 0)
+        peer._schedule.submit(known.room, loads(size), 0.0, last=True)
+    assert {room_of(peer.next(0.0, lane)), room_of(peer.next(0.0, lane))} == {1, 2}
 
 
 # --- cancellation and loss ----------------------------------------------------------------------------------------
