@@ -40,10 +40,15 @@ class Part:
     last: bool  # nothing is left after it
 
 
+def batch_room(scheduler: Any, running_batch: ScheduleBatch) -> int:
+    """Requests that may run beside those that do."""
+    return int(min(scheduler.req_to_token_pool.size, scheduler.max_running_requests) - running_batch.batch_size())
+
+
 def plan(scheduler: Any, running_batch: ScheduleBatch, queue: Sequence[Landed]) -> list[Part]:
     """As many as there is memory and batch room for, beside the running batch's next step."""
     page = scheduler.token_to_kv_pool_allocator.page_size
-    room = min(scheduler.req_to_token_pool.size, scheduler.max_running_requests) - running_batch.batch_size()
+    room = batch_room(scheduler, running_batch)
     free = scheduler.token_to_kv_pool_allocator.available_size() + scheduler.tree_cache.evictable_size()
     if not running_batch.is_empty():
         free -= running_batch.new_tokens_required_next_decode()

@@ -6,11 +6,14 @@ from collections.abc import Callable
 from http import HTTPStatus
 from typing import Any
 
+from sglang.srt.disaggregation.base import KVPoll
 from sglang.srt.disaggregation.utils import prepare_abort
 
 from sglang_pdd.patches import ingress
 from sglang_pdd.patches.prefixes import Prefixes
 from sglang_pdd.protocol import Awaited
+
+HEADROOM = 32  # tokens that each running request is to have room for; less, and late copies end
 
 
 class Late:
@@ -79,7 +82,9 @@ class Late:
         late = {t.req.bootstrap_room for t in self._transfers}
         idle = [t for t in self._transfers if not self._prefixes.followed(t, besides=late)]
         prealloc = self._scheduler.disagg_decode_prealloc_queue
-        short = short or prealloc.retracted_queue or any(r.waiting_for_input for r in prealloc.queue)
+        short = (
+            short or prealloc.retracted_queue or any(r.waiting_for_input for r in prealloc.queue) or self._is_tight()
+        )
         if short:
             self._prefixes.give_up(besides=late)
             self._give_way(idle)
@@ -92,6 +97,19 @@ class Late:
         for room in told.keys() - self._idle.keys():
             if self._prefixes.awaited(room, besides=late):
                 self._tell(told[room], Awaited(room, True))
+
+    def _is_tight(self) -> bool:
+        """Will requests that run be retracted soon, for want of pages?"""
+        pool, tree = self._scheduler.token_to_kv_pool_allocator, self._scheduler.tree_cache
+        headroom = self._scheduler.running_batch.batch_size() * max(HEADROOM, pool.page_size)
+        return bool(pool.available_size() + tree.evictable_size() < headroom)
+
+    def hush(self, polls: list[int]) -> None:
+        """P may have given some of these up, too: that is no error."""
+        mine = {id(t) for t in self._transfers}
+        for transfer, poll in zip(self._queue, polls, strict=True):
+            if poll == KVPoll.Failed and id(transfer) in mine:
+                transfer.kv_receiver.kv_mgr.failure_records.pop(transfer.req.bootstrap_room, None)
 
     def _give_way(self, idle: list[Any]) -> None:
         ended = {id(t) for t in idle}

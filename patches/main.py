@@ -74,6 +74,7 @@ class MainSeam(ingress.Seam):
         self._middle: Any = None  # the request that the last pass did not bring to its last token
         self._leaving: list[Any] = []  # finished while a pass over them was in flight
         self._passed = False  # the last step was an extend pass
+        self._short = False  # there was no memory for one
         self._sat_out = False  # and the running decodes were not in it
         self.landings: Landings | None = None
         if pool.by_stream(scheduler, config):
@@ -281,7 +282,7 @@ class MainSeam(ingress.Seam):
         """Requests have been received, nothing else has happened yet in this step."""
         scheduler, req = self.scheduler, self._middle
         if len(self.late) or len(self.prefixes):
-            self.late.step(short=any(s.transfer is None for s in self._sessions.values()))
+            self.late.step(short=self._short)
         extend.merge_last(scheduler, req)
         self._middle = None
         if req is not None and req.kv.holds_kv and not req.is_retracted:
@@ -308,6 +309,7 @@ class MainSeam(ingress.Seam):
         passed, self._passed = self._passed, False
         landed = [s for s in self._sessions.values() if s.transfer is None]
         if not landed:
+            self._short = False
             return original(scheduler, running_batch)
         waiting = set(scheduler.waiting_queue)
         for session in landed:
@@ -321,7 +323,10 @@ class MainSeam(ingress.Seam):
             for session in queue:
                 session.aim()
         if turn and (parts := extend.plan(scheduler, running_batch, queue)):
+            self._short = False
             return self._extend(scheduler, running_batch, parts)
+        if turn:
+            self._short = bool(queue) and extend.batch_room(scheduler, running_batch) > 0
         if turn and queue and self._stuck(running_batch, queue):
             self.do(self.machine.stuck(queue[-1].req.bootstrap_room, time.monotonic()))
         here = {s.req for s in queue}
@@ -434,7 +439,10 @@ def before_admission(queue: Any, *args: Any, **kwargs: Any) -> None:
 def poll_transfers(original: Callable[..., list[int]], queue: Any) -> list[int]:
     """Around ``DecodeTransferQueue._poll_with_metadata_gate``."""
     polls, seam = original(queue), _seam()
-    return polls if seam is None else seam.prefixes.polled(polls)
+    if seam is None:
+        return polls
+    seam.late.hush(polls)
+    return seam.prefixes.polled(polls)
 
 
 def release_request(original: Callable[..., None], queue: Any, decode_req: Any) -> None:

@@ -67,6 +67,7 @@ class PrefillSeam(ingress.Seam):
         self._queued: set[int] = set()  # rooms whose last chunk is queued
         self._early: set[int] = set()  # rooms whose client need not wait for the copy
         self._idle: set[int] = set()  # rooms that nobody waits for
+        self._refused = False  # SGLang had no room for the next prompt when it last looked
         self._ended: deque[tuple[float, int]] = deque()  # relay rooms that are over, and since when
         self._copies = -1
         self._drain = Drain.open()
@@ -129,6 +130,7 @@ class PrefillSeam(ingress.Seam):
         prompt_tokens = len(req.origin_input_ids)
         missing = prompt_tokens - req.disagg_decode_prefix_len
         leaders = self._leaders(req, sessions)
+        self._idle -= leaders.keys()
         own, ahead = self._bytes_of_rank(missing), sum(leaders.values())
         landing_ms = self._streams.open(room, own, leaders) if self._streams is not None else None
         if self._streams is not None and (tokens := waiting_tokens(req.rid)) is not None:
@@ -151,7 +153,8 @@ class PrefillSeam(ingress.Seam):
     def _demote(self, command: Demote) -> None:
         """MD's request has ended before its KV landed; or others have come who want that."""
         room = command.room
-        if room not in self._requests or not {*self._sessions_of(room)} <= {*command.sessions}:
+        sessions = {*self._sessions_of(room)}
+        if room not in self._requests or not sessions or not sessions <= {*command.sessions}:
             return
         (self._idle.add if command.demoted else self._idle.discard)(room)
         if self._streams is not None and self._streams.demote(room, command.demoted):
@@ -165,26 +168,23 @@ class PrefillSeam(ingress.Seam):
         idle = [req for req in inflight if req.bootstrap_room in self._idle] if self._idle else []
         if not idle or not ((self._streams is None and len(inflight) > len(idle)) or self._is_short()):
             return
-        for req in idle:
-            req.disagg_kv_sender.abort()
-            self._idle.discard(req.bootstrap_room)
+        for room in [req.bootstrap_room for req in idle]:
+            self.kv_manager.conclude_failure(
+                bootstrap_room=room, failure_reason="nobody waits for it"
+            )  # MD hears of it
+            self.kv_manager.failure_records.pop(room, None)  # so that SGLang does not log it as an error
+            self._idle.discard(room)
             self.counters.inc("wan.given_up")
-            self.timeline.event("given_up", req.bootstrap_room)
+            self.timeline.event("given_up", room)
+
+    def planned(self, batch: Any) -> None:
+        """What SGLang runs next, or None."""
+        self._refused = batch is None and bool(self.scheduler.waiting_queue) and self.scheduler.chunked_req is None
 
     def _is_short(self) -> bool:
         """Does the next prompt wait for what copies hold: pages, a row, a metadata slot?"""
-        scheduler = self.scheduler
-        if scheduler.req_to_token_pool.available_size() == 0 and scheduler.waiting_queue:
-            return True
-        if scheduler.req_to_metadata_buffer_idx_allocator.available_size() == 0:
-            return bool(self._queue.queue)
-        if not scheduler.waiting_queue:
-            return False
-        pool, tree = scheduler.token_to_kv_pool_allocator, scheduler.tree_cache
-        needed = len(scheduler.waiting_queue[0].origin_input_ids) + pool.page_size
-        return (
-            needed > pool.available_size() + tree.evictable_size() or scheduler.req_to_token_pool.available_size() == 0
-        )
+        slots = self.scheduler.req_to_metadata_buffer_idx_allocator.available_size()
+        return self._refused or (slots == 0 and bool(self._queue.queue))
 
     def _leaders(self, req: Any, sessions: tuple[str, ...]) -> dict[int, int]:
         """Rooms that must land before this request can run, and how many of their tokens were not sent yet.
@@ -444,6 +444,12 @@ def after_bootstrap(done: bool, queue: Any, req: Any) -> None:
     """After ``PrefillBootstrapQueue.finalize_bootstrap``."""
     if done and (seam := _seam()) and req.bootstrap_host != FAKE_BOOTSTRAP_HOST:
         seam.bootstrapped(req)
+
+
+def after_planning(plan: Any, scheduler: Any, *args: Any, **kwargs: Any) -> None:
+    """After ``get_next_disagg_prefill_batch_to_run``."""
+    if seam := _seam():
+        seam.planned(plan.batch_to_run)
 
 
 def send_kv_chunk(

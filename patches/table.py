@@ -352,6 +352,11 @@ ENTRIES: tuple[Entry, ...] = (
         "around", "prefill:send_kv_chunk", "first token, second copy, early end of the HTTP response", roles=("prefill",),
     ),
     _hook(
+        PREFILL_MIXIN, "get_next_disagg_prefill_batch_to_run",
+        "(self, running_batch, last_batch, should_retry_storage_prefetch=True)",
+        "after", "prefill:after_planning", "does a prompt wait for memory that copies hold?", roles=("prefill",),
+    ),
+    _hook(
         PREFILL_MIXIN, "process_disagg_prefill_inflight_queue",
         "(self, rids_to_check=None)",
         "around", "prefill:inflight_queue", "once a step: the relays' progress", roles=("prefill",),
@@ -385,7 +390,7 @@ ENTRIES: tuple[Entry, ...] = (
     *_uses(
         SCHEDULER,
         "disagg_prefill_bootstrap_queue disagg_prefill_inflight_queue req_to_metadata_buffer_idx_allocator "
-        "attn_cp_cpu_group attn_tp_cpu_group output_streamer",
+        "attn_cp_cpu_group attn_tp_cpu_group output_streamer waiting_queue chunked_req",
         "read by P's seam", roles=("prefill",),
     ),
 
@@ -448,7 +453,7 @@ ENTRIES: tuple[Entry, ...] = (
     _calls(
         KV_MANAGER, "conclude_failure",
         "(self, *, bootstrap_room, failure_reason, targets=None)",
-        "a stream has failed", roles=("prefill",),
+        "a stream has failed, or a copy is given up", roles=("prefill",),
     ),
     _calls(MOONCAKE, "_unblacklist_session", "(self, session_id)", "an engine's error does not close the streams", roles=("prefill",)),
     *_uses(MOONCAKE, "session_lock", "guards what SGLang refuses", roles=("prefill",)),

@@ -24,11 +24,15 @@ class Side:
     def __init__(self, main: Main) -> None:
         self.main = main
         self.said: list[Awaited] = []
+        self.running = 0
         self.gone: list[Any] = []
         self.streamed: list[Any] = []
         self.scheduler: Any = SimpleNamespace(
             disagg_decode_transfer_queue=main.queue,
             disagg_decode_prealloc_queue=SimpleNamespace(queue=[], retracted_queue=[]),
+            token_to_kv_pool_allocator=main.cache.token_to_kv_pool_allocator,
+            tree_cache=main.cache,
+            running_batch=SimpleNamespace(batch_size=lambda: self.running),
             output_streamer=SimpleNamespace(stream_output=lambda reqs, logprob: self.streamed.extend(reqs)),
         )
         self.late = Late(self.scheduler, main.prefixes, self.gone.append, lambda _, message: self.said.append(message))
@@ -74,7 +78,7 @@ def test_somebody_comes_to_wait_for_it(side: Side) -> None:
     assert set(side.said[2:]) == {Awaited(t.req.bootstrap_room, False) for t in (first, follower)}
 
 
-@pytest.mark.parametrize("wanted", ["pool", "memory", "retracted"])
+@pytest.mark.parametrize("wanted", ["pool", "memory", "retracted", "next tokens"])
 def test_who_is_in_the_way_ends(side: Side, wanted: str) -> None:
     idle = [side.finish(text(*pages)) for pages in ((1, 2), (3, 4), (3, 4, 5))]
     side.step()
@@ -86,6 +90,8 @@ def test_who_is_in_the_way_ends(side: Side, wanted: str) -> None:
         queue.queue.append(SimpleNamespace(waiting_for_input=True))
     elif wanted == "retracted":
         queue.retracted_queue.append(None)
+    elif wanted == "next tokens":
+        side.running = side.main.cache.token_to_kv_pool_allocator.size // late.HEADROOM
     side.step(short=wanted == "memory")
     assert all(t.kv_receiver.state == KVPoll.Failed for t in idle) and len(side.late) == 0
     assert not side.main.manager.failure_records
@@ -155,33 +161,38 @@ class Prefill:
 
     def __init__(self, copies: int, idle: int, by_stream: bool = True) -> None:
         self.ended: list[int] = []
+        self.slots = 4
         self.seam = object.__new__(PrefillSeam)
-        self.seam._idle = set(range(idle))
+        self.seam._idle, self.seam._refused = set(range(idle)), False
         self.seam._streams = SimpleNamespace() if by_stream else None  # type: ignore[assignment]
         self.seam.counters, self.seam.timeline = Counters(), Timeline(None, "prefill", "")
-        self.scheduler = SimpleNamespace(
-            disagg_prefill_inflight_queue=[self.copy(room) for room in range(copies)],
-            disagg_prefill_bootstrap_queue=SimpleNamespace(queue=[]),
+        self.records: dict[int, str] = {}
+        manager = SimpleNamespace(conclude_failure=self._conclude, failure_records=self.records)
+        self.seam.scheduler = SimpleNamespace(
+            disagg_prefill_inflight_queue=[SimpleNamespace(bootstrap_room=room) for room in range(copies)],
+            disagg_prefill_bootstrap_queue=SimpleNamespace(queue=[], kv_manager=manager),
             waiting_queue=[],
-            req_to_metadata_buffer_idx_allocator=SimpleNamespace(available_size=lambda: 4),
-            req_to_token_pool=SimpleNamespace(available_size=lambda: 4),
-            token_to_kv_pool_allocator=SimpleNamespace(available_size=lambda: 60, page_size=4),
-            tree_cache=SimpleNamespace(evictable_size=lambda: 44),
+            chunked_req=None,
+            req_to_metadata_buffer_idx_allocator=SimpleNamespace(available_size=lambda: self.slots),
         )
-        self.seam.scheduler = self.scheduler
 
-    def copy(self, room: int) -> Any:
-        sender = SimpleNamespace(abort=lambda: self.ended.append(room))
-        return SimpleNamespace(bootstrap_room=room, disagg_kv_sender=sender)
+    def _conclude(self, *, bootstrap_room: int, failure_reason: str) -> None:
+        self.ended.append(bootstrap_room)
+        self.records[bootstrap_room] = failure_reason
 
     def step(self) -> list[int]:
         self.seam.make_room()
+        assert not self.records, "SGLang would log an error"
         return self.ended
 
 
 def test_p_ends_nothing_that_is_not_in_the_way() -> None:
     prefill = Prefill(copies=3, idle=2)
-    prefill.scheduler.waiting_queue.append(SimpleNamespace(origin_input_ids=range(100)))
+    prefill.seam.scheduler.waiting_queue.append(None)
+    prefill.seam.planned(object())
+    assert prefill.step() == []
+    prefill.seam.scheduler.chunked_req = object()
+    prefill.seam.planned(None)
     assert prefill.step() == []
     assert Prefill(copies=2, idle=2, by_stream=False).step() == []
 
@@ -190,18 +201,24 @@ def test_a_link_without_an_order_is_left_to_those_who_wait() -> None:
     assert Prefill(copies=3, idle=2, by_stream=False).step() == [0, 1]
 
 
-@pytest.mark.parametrize("wanted", ["pages", "row", "slot"])
+@pytest.mark.parametrize("wanted", ["pages or a row", "slot"])
 def test_p_ends_what_others_wait_for_the_memory_of(wanted: str) -> None:
     prefill = Prefill(copies=3, idle=2)
-    tokens = 101 if wanted == "pages" else 10
     if wanted == "slot":
-        prefill.scheduler.req_to_metadata_buffer_idx_allocator.available_size = lambda: 0
+        prefill.slots = 0
         assert prefill.step() == []
-        prefill.scheduler.disagg_prefill_bootstrap_queue.queue.append(None)
+        prefill.seam.scheduler.disagg_prefill_bootstrap_queue.queue.append(None)
     else:
-        prefill.scheduler.waiting_queue.append(SimpleNamespace(origin_input_ids=range(tokens)))
-    if wanted == "row":
-        prefill.scheduler.req_to_token_pool.available_size = lambda: 0
+        prefill.seam.scheduler.waiting_queue.append(None)
+        prefill.seam.planned(None)
     assert prefill.step() == [0, 1]
     assert prefill.step() == [0, 1]  # once
     assert prefill.seam.counters.get("wan.given_up") == 2
+
+
+def test_what_p_gives_up_is_no_error_of_mds(side: Side) -> None:
+    late_one, live = side.finish(text(1, 2)), side.main.admit(text(6))
+    records = side.main.manager.failure_records
+    records.update({t.req.bootstrap_room: "nobody waits for it" for t in (late_one, live)})
+    side.late.hush([KVPoll.Failed, KVPoll.Failed])
+    assert list(records) == [live.req.bootstrap_room]
