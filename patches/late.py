@@ -82,10 +82,8 @@ class Late:
         late = {t.req.bootstrap_room for t in self._transfers}
         idle = [t for t in self._transfers if not self._prefixes.followed(t, besides=late)]
         prealloc = self._scheduler.disagg_decode_prealloc_queue
-        short = (
-            short or prealloc.retracted_queue or any(r.waiting_for_input for r in prealloc.queue) or self._is_tight()
-        )
-        if short:
+        waiting = prealloc.retracted_queue or any(r.waiting_for_input for r in prealloc.queue)
+        if short or waiting or self._is_tight():
             self._prefixes.give_up(besides=late)
             self._give_way(idle)
             told, self._idle = self._idle, {}

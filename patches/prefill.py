@@ -169,9 +169,8 @@ class PrefillSeam(ingress.Seam):
         if not idle or not ((self._streams is None and len(inflight) > len(idle)) or self._is_short()):
             return
         for room in [req.bootstrap_room for req in idle]:
-            self.kv_manager.conclude_failure(
-                bootstrap_room=room, failure_reason="nobody waits for it"
-            )  # MD hears of it
+            # Unlike the sender's `abort` this tells MD.
+            self.kv_manager.conclude_failure(bootstrap_room=room, failure_reason="nobody waits for it")
             self.kv_manager.failure_records.pop(room, None)  # so that SGLang does not log it as an error
             self._idle.discard(room)
             self.counters.inc("wan.given_up")
