@@ -31,12 +31,15 @@ def memory(scheduler: Any, kv_args: Any) -> Memory:
     if device.type == "cpu":
         return Regions(Region.at(*span) for span in spans)
     slots_too = scheduler.disagg_metadata_buffers.output_ids.device.type != "cpu"
-    return DeviceRegions(spans, device, len(spans) if slots_too else len(kv))
+    return DeviceRegions(spans, _indexed(device), len(spans) if slots_too else len(kv))
 
 
 def _device(scheduler: Any) -> torch.device:
-    """With its index, which SGLang leaves away: the streams' threads have another current device than this one."""
-    device = torch.device(scheduler.token_to_kv_pool_allocator.device)
-    if device.type == "cpu" or device.index is not None:
+    return torch.device(scheduler.token_to_kv_pool_allocator.device)
+
+
+def _indexed(device: torch.device) -> torch.device:
+    """SGLang leaves the index away, and the streams' threads have another current device than this one."""
+    if device.index is not None:
         return device
     return torch.device(device.type, torch.accelerator.current_device_index())

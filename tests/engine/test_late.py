@@ -30,8 +30,8 @@ class Side:
         self.scheduler: Any = SimpleNamespace(
             disagg_decode_transfer_queue=main.queue,
             disagg_decode_prealloc_queue=SimpleNamespace(queue=[], retracted_queue=[]),
-            token_to_kv_pool_allocator=main.cache.token_to_kv_pool_allocator,
-            tree_cache=main.cache,
+            token_to_kv_pool_allocator=main.world.allocator,
+            tree_cache=main.world.cache,
             running_batch=SimpleNamespace(batch_size=lambda: self.running),
             output_streamer=SimpleNamespace(stream_output=lambda reqs, logprob: self.streamed.extend(reqs)),
         )
@@ -91,7 +91,7 @@ def test_who_is_in_the_way_ends(side: Side, wanted: str) -> None:
     elif wanted == "retracted":
         queue.retracted_queue.append(None)
     elif wanted == "next tokens":
-        side.running = side.main.cache.token_to_kv_pool_allocator.size // late.HEADROOM
+        side.running = side.main.world.size // late.HEADROOM
     side.step(short=wanted == "memory")
     assert all(t.kv_receiver.state == KVPoll.Failed for t in idle) and len(side.late) == 0
     assert not side.main.manager.failure_records
