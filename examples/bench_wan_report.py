@@ -82,7 +82,7 @@ def text(data: Mapping[str, Any], rows: Sequence[Row], limits: Limits) -> str:
         "",
         f"`{data['command']}` (root, for network namespaces). sglang-pdd {_versions(rows)} on stock SGLang, "
         f"{data['cores']} cores without a GPU, {repeats} interleaved repetitions, {requests} requests; "
-        f"{wrong} answers differed from the known one.",
+        f"{wrong} answers differed from the known one, {_alone(rows)} of them on one arm only (else the model errs).",
         "",
         "Three clusters run at once and are asked in turn by SGLang's `bench_serving`: stock with all of it in one "
         "datacenter (the floor), stock with prefill in A and decode in B (decode radix cache on, Mooncake over TCP "
@@ -105,6 +105,16 @@ def text(data: Mapping[str, Any], rows: Sequence[Row], limits: Limits) -> str:
             out += ["", f"## {WHAT[name]}", "", *_table(name, rows, limits)]
     out += ["", "## Side by side", "", *_ratios(rows), "", "![Time to first token](benchmarks.png)"]
     return "\n".join(out) + "\n"
+
+
+def _alone(rows: Sequence[Row]) -> int:
+    """Wrong answers to requests that another arm has answered right."""
+    asked: dict[tuple[Any, ...], list[bool]] = {}
+    for row in rows:
+        for index, request in enumerate(row["requests"]):
+            key = (row["mbps"], row["rtt_ms"], row["repeat"], row["workload"], index)
+            asked.setdefault(key, []).append(request["right"])
+    return sum(rights.count(False) for rights in asked.values() if any(rights))
 
 
 def _versions(rows: Sequence[Row]) -> str:

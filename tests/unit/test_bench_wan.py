@@ -118,6 +118,12 @@ def test_ratios_are_of_the_same_repetition() -> None:
     side = text[text.index("## Side by side") :].splitlines()
     assert "| cold | 25 Mbit/s, 20 ms | 0.13 | 0.12 | 1.00 | 1.00 | 1.00 |" in side
     assert "90 requests; 0 answers differed" in text
+    for measured in rows[:5]:
+        measured["requests"][0]["right"] = measured["arm"] == "lan"
+    rows[1]["requests"][1]["right"] = False
+    assert "4 answers differed from the known one, 2 of them on one arm" in report.text(
+        {**data, "paced": 0.9}, rows, LIMITS
+    )
 
 
 def test_a_late_request_is_not_good_and_a_wrong_one_is_counted() -> None:
