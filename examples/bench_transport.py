@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 import transport_report
+from arguments import numbers, words
 from bench_handoff import version
 from cluster import exit_on_sigterm
 from transport_link import PARTS, Cell, Link, Part, Setting
@@ -34,12 +35,6 @@ ROOT = Path(__file__).resolve().parent.parent
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
-    def words(text: str) -> list[str]:
-        return text.split(",")
-
-    def numbers(text: str) -> list[float]:
-        return [float(word) for word in words(text)]
-
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("--parts", type=words, default=list(get_args(Part)), help="default: all")

@@ -28,6 +28,7 @@ sys.path.insert(0, str(Path(__file__).parent / "tiny"))
 
 import bench_wan_report as report
 import wan_workloads as workloads
+from arguments import numbers, words
 from bench_handoff import surroundings, version
 from cluster import MODEL, Cluster, Running, ServerDied, Site, exit_on_sigterm
 from demo import kv_bytes_per_token, settle
@@ -272,12 +273,6 @@ def measure(args: argparse.Namespace, results: Results, say: report.Say) -> None
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
     """The command line; ``--quick`` changes defaults, and what is given wins."""
-
-    def words(text: str) -> list[str]:
-        return text.split(",")
-
-    def numbers(text: str) -> list[float]:
-        return [float(word) for word in words(text)]
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
