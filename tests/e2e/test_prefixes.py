@@ -109,8 +109,7 @@ def test_a_follower_at_another_prefill(served: Served) -> None:
     place = _place(served, prefill=1)
     room = place["bootstrap_room"]
     with _leading(served, leader) as (_, leading):
-        one = {"temperature": 0, "max_new_tokens": 1}
-        caller = Caller(served.cluster.prefills[1].url, follower.prompt, sampling_params=one, **place)
+        caller = Caller(served.cluster.prefills[1].url, follower.prompt, return_logprob=True, **place)
         answer = generate(served.cluster.mains[0].url, follower.prompt, limit(follower), place=place)
         caller.hang_up()
     served.check(answer, follower, limit(follower))
