@@ -74,11 +74,11 @@ def _place(served: Served, prefill: int = 0) -> dict[str, Any]:
     return {"bootstrap_host": HOST, "bootstrap_port": port, "bootstrap_room": room}
 
 
-def _call(served: Served, task: tasks.Task, main: int = 0, tokens: int = ANSWER_TOKENS) -> _Call:
+def _call(served: Served, task: tasks.Task, prefill: int = 0, main: int = 0, tokens: int = ANSWER_TOKENS) -> _Call:
     """A request past the router, of so many tokens whatever the model says: its id, its room, and who asks for it."""
-    rid, place = secrets.token_hex(8), _place(served)
+    rid, place = secrets.token_hex(8), _place(served, prefill)
     room = int(place["bootstrap_room"])
-    servers = (served.cluster.prefills[0], served.cluster.mains[main])
+    servers = (served.cluster.prefills[prefill], served.cluster.mains[main])
     sampling = {"temperature": 0, "max_new_tokens": tokens, "ignore_eos": True}
     return rid, room, [Caller(s.url, task.prompt, rid=rid, sampling_params=sampling, **place) for s in servers]
 
@@ -106,6 +106,11 @@ def test_a_follower_at_another_prefill(served: Served) -> None:
     """Its own prefill sends little. It is relayed all the same, since what it waits for takes long to come."""
     leader, follower = _family(2, shared=6000)
     served.reference.answer(follower.prompt, limit(follower))
+    *_, callers = _call(served, follower, prefill=1, tokens=1)  # from then on that prefill has its KV at hand
+    served.settle()
+    for first in callers:
+        first.hang_up()
+    requests.post(f"{served.cluster.mains[0].url}/flush_cache", timeout=30).raise_for_status()
     place = _place(served, prefill=1)
     room = place["bootstrap_room"]
     with _leading(served, leader) as (_, leading):
