@@ -106,7 +106,8 @@ def test_a_follower_at_another_prefill(served: Served) -> None:
     """Its own prefill sends little. It is relayed all the same, since what it waits for takes long to come."""
     leader, follower = _family(2, shared=6000)
     served.reference.answer(follower.prompt, limit(follower))
-    *_, callers = _call(served, follower, prefill=1, tokens=1)  # from then on that prefill has its KV at hand
+    _, before, callers = _call(served, follower, prefill=1, tokens=1)  # from then on that prefill has its KV at hand
+    served.wait_for("main", "finish", room=before)
     served.settle()
     for first in callers:
         first.hang_up()
@@ -215,7 +216,8 @@ def test_a_prompt_for_nobody_goes_last_until_somebody_comes(served: Served) -> N
 def test_a_prompt_for_nobody_lands_after_another_mains(served: Served) -> None:
     """Prefill's link is one for both. The other request comes later and is larger, and its main is another one."""
     late, live = tasks.cold(next(_seeds), 6900, 8), tasks.cold(next(_seeds), 7000, 8)
-    *_, callers = _call(served, live, tokens=1)  # from then on prefill has its KV at hand
+    _, before, callers = _call(served, live, tokens=1)  # from then on prefill has its KV at hand
+    served.wait_for("main", "finish", room=before)
     served.settle()
     _, late_room, more = _call(served, late, tokens=8)
     served.wait_for("prefill", "demoted", room=late_room)
