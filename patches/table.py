@@ -330,7 +330,7 @@ ENTRIES: tuple[Entry, ...] = (
     *_uses(NIXL, "agent", "names this engine to P", roles=ROLES),
     _calls(NIXL, "__init__", "(self, args, disaggregation_mode, server_args, is_mla_backend=False)", "the CPU platform says that KV is memory of the host"),
 
-    # --- P: prefill.py
+    # --- P: prefill.py, fanout.py
     _hook(
         BOOTSTRAP_QUEUE, "_process_req",
         "(self, req)",
