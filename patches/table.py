@@ -555,7 +555,7 @@ ENTRIES: tuple[Entry, ...] = (
         "a relayed request is made of these", roles=("relay",), kind="field",
     ),
 
-    # --- MD: main.py
+    # --- MD: main.py, passes.py, extend.py
     _hook(
         "sglang.srt.disaggregation.decode.DecodePreallocQueue", "_send_kv_metadata",
         "(self, decode_req, kv_indices, page_size, state_indices=None, **metadata_kwargs)",
