@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -52,9 +52,13 @@ def generate(
     logprobs: bool = True,
     rid: str | None = None,
     on_reply: Callable[[Answer], bool | None] | None = None,
+    place: Mapping[str, Any] | None = None,
     **sampling: Any,
 ) -> Answer:
     """Ask for a greedy completion. ``on_reply`` sees the answer grow; returning False hangs up.
+
+    Args:
+        place: what a router would add, to ask a decode server directly: ``bootstrap_host``, ``_port`` and ``_room``.
 
     Raises:
         requests.HTTPError: the server answered with an error.
@@ -67,6 +71,7 @@ def generate(
         "sampling_params": {"temperature": 0, "max_new_tokens": max_new_tokens, **sampling},
         "return_logprob": logprobs,
         "stream": stream,
+        **(place or {}),
     }
     with requests.post(f"{url}/generate", json=body, stream=stream, timeout=TIMEOUT_S) as response:
         if not response.ok:

@@ -50,6 +50,11 @@ class Landings:
         """How many ranks of P had begun to send by stream: those write to this room in no other way."""
         return min((len(pages or ()) for pages in self._rooms.get(room, {}).values()), default=0)
 
+    def so_far(self, room: int) -> int:
+        """How many pages of this open room have come by stream, about: ranks that have sent nothing are not counted."""
+        names = [name for name, pages in self._rooms.get(room, {}).items() if pages is None]
+        return min((pages for name in names for pages in self._receiver.pages(name).values()), default=0)
+
     def pages(self, room: int, senders: int) -> int:
         """How many pages of this room, from its first on, are whole: each of so many ranks of P has brought its part.
 

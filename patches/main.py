@@ -64,9 +64,8 @@ class MainSeam(ingress.Seam):
             self.landings = Landings(receiver)
             self._places = ingress.all_ranks(place)
         self.machine = Main(self.counters, scheduler.model_config.vocab_size)
-        self.prefixes = Prefixes(
-            scheduler, self.counters, self.timeline, self.machine.ignore, self._written, self._landed
-        )
+        ignore, tell = self.machine.ignore, self._tell
+        self.prefixes = Prefixes(scheduler, self.counters, self.timeline, self.landings, ignore, tell)
         self.late = Late(scheduler, self.prefixes, self._client_gone, self._tell)
         if self.rank == 0:
             self.connect(self.machine, listen=True)
@@ -82,10 +81,6 @@ class MainSeam(ingress.Seam):
         """Nothing is to be written for this room any more."""
         if self.landings is not None:
             self.landings.end(room)
-
-    def _landed(self, room: int, senders: int) -> int:
-        """Pages that the streams have brought; of what comes by engine nothing is known before its end."""
-        return 0 if self.landings is None else self.landings.pages(room, senders)
 
     def relays(self) -> int:
         return sum(s.by["RLD"] > 0 for s in self._sessions.values())

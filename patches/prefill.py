@@ -10,7 +10,7 @@ from sglang.srt.disaggregation.utils import FAKE_BOOTSTRAP_HOST, is_aborted
 from sglang.srt.managers.schedule_batch import FINISH_LENGTH
 from sglang.srt.runtime_context import get_parallel
 
-from sglang_pdd.actions import AnswerEarly, Command, Demote, DropRelay, KnowLandings, OpenRelay
+from sglang_pdd.actions import AnswerEarly, Command, Demote, DropRelay, Follow, KnowLandings, OpenRelay
 from sglang_pdd.config import PddConfig
 from sglang_pdd.drc import hit_bin, waiting_tokens
 from sglang_pdd.patches import ingress, lanes, pool, streams
@@ -23,6 +23,8 @@ from sglang_pdd.protocol import Chunk
 from sglang_pdd.wan.sender import Sender
 from sglang_pdd.wan.tls import Identity
 
+REMEMBERED = 1024  # words about requests that have not come
+
 
 class PrefillSeam(ingress.Seam):
     def __init__(self, scheduler: Any, config: PddConfig) -> None:
@@ -31,6 +33,8 @@ class PrefillSeam(ingress.Seam):
         self._queued: set[int] = set()  # rooms whose last chunk is queued
         self._early: set[int] = set()  # rooms whose client need not wait for the copy
         self._idle: set[int] = set()  # rooms that nobody waits for
+        self._follows: dict[int, Follow] = {}  # by room: of requests that are yet to come here, or to another prefill
+        self._relayed: set[int] = set()  # rooms that have, or have had, a relay
         self._refused = False  # SGLang had no room for the next prompt when it last looked
         self._copies = -1
         self._drain = Drain.open()
@@ -81,6 +85,8 @@ class PrefillSeam(ingress.Seam):
             self._streams.know(command.sessions, command.landings)
         elif isinstance(command, Demote):
             self._demote(command)
+        elif isinstance(command, Follow):
+            self._follow(command)
         elif isinstance(command, DropRelay):
             self.fanout.drop(command.relay_room, command.why)
 
@@ -99,10 +105,13 @@ class PrefillSeam(ingress.Seam):
         landing_ms = self._streams.open(room, own, leaders) if self._streams is not None else None
         if self._streams is not None and (tokens := waiting_tokens(req.rid)) is not None:
             self._streams.urge(room, self._bytes_of_rank(tokens))
+        said = self._follows.pop(room, None)
         if self.node is None:
             return
         if landing_ms is None:
             landing_ms = self._lanes.link(sessions).landing_ms(own + self._bytes_of_rank(ahead))
+        elsewhere = self._elsewhere(said) if said is not None and self._is_theirs(room, said.sessions) else 0
+        landing_ms = max(landing_ms, self._landing_ms(room, elsewhere))
         self.timeline.event(
             "bootstrapped",
             room,
@@ -110,15 +119,52 @@ class PrefillSeam(ingress.Seam):
             hit=req.disagg_decode_prefix_len,
             missing=missing,
             ahead=ahead,
+            elsewhere=elsewhere,
             predicted_ms=round(landing_ms, 1),
         )
-        self.do(self.machine.bootstrapped(Job(room, sessions, request_of(req), landing_ms, obstacle(req))))
+        self.do(self.machine.bootstrapped(self._job(req, landing_ms)))
+
+    def _job(self, req: Any, landing_ms: float) -> Job:
+        sessions = self._sessions_of(req.bootstrap_room)
+        return Job(req.bootstrap_room, sessions, request_of(req), landing_ms, obstacle(req))
+
+    def _follow(self, command: Follow) -> None:
+        """A request waits for others, of which some, or itself, are another prefill's."""
+        room = command.room
+        for leader in [leader for leader, _ in command.leaders if self._is_theirs(leader, command.sessions)]:
+            self._idle.discard(leader)
+            if self._streams is not None:
+                self._streams.urge(leader, self._bytes_of_rank(command.own))
+        if room not in self._requests:
+            self._follows[room] = command
+            if len(self._follows) > REMEMBERED:
+                del self._follows[next(iter(self._follows))]
+        elif self.node is not None and room not in self._relayed and self._is_theirs(room, command.sessions):
+            landing_ms = self._landing_ms(room, self._elsewhere(command))
+            self.timeline.event("reconsidered", room, predicted_ms=round(landing_ms, 1))
+            self.do(self.machine.reconsidered(self._job(self._requests[room], landing_ms)))
+
+    def _elsewhere(self, command: Follow) -> int:
+        """Tokens that a request waits for and this prefill does not bring, or not yet."""
+        return sum(tokens for leader, tokens in command.leaders if leader not in self._requests)
+
+    def _landing_ms(self, room: int, tokens: int) -> float:
+        """Until so many tokens more would have landed, if they went from here: other prefills' links are not known."""
+        if tokens == 0:
+            return 0.0
+        size = self._bytes_of_rank(tokens)
+        by_stream = self._streams.landing_ms(room, size) if self._streams is not None else None
+        return self._lanes.link(self._sessions_of(room)).landing_ms(size) if by_stream is None else by_stream
+
+    def _is_theirs(self, room: int, sessions: tuple[str, ...]) -> bool:
+        """Is this a request of the main decode that has these engine sessions?"""
+        mine = {*self._sessions_of(room)}
+        return room in self._requests and bool(mine) and mine <= {*sessions}
 
     def _demote(self, command: Demote) -> None:
         """MD's request has ended before its KV landed; or others have come who want that."""
         room = command.room
-        sessions = {*self._sessions_of(room)}
-        if room not in self._requests or not sessions or not sessions <= {*command.sessions}:
+        if not self._is_theirs(room, command.sessions):
             return
         (self._idle.add if command.demoted else self._idle.discard)(room)
         if self._streams is not None and self._streams.demote(room, command.demoted):
@@ -227,6 +273,7 @@ class PrefillSeam(ingress.Seam):
         self._early.discard(room)
         self._queued.discard(room)
         self._idle.discard(room)
+        self._relayed.discard(room)
         if self._requests.pop(room, None) is None:
             return False
         self._lanes.forget(room)
@@ -249,6 +296,7 @@ class PrefillSeam(ingress.Seam):
         if req is None:
             self._copy_ended(command.relay_room, "aborted")
         else:
+            self._relayed.add(command.room)
             self.fanout.open(req, command.relay_room)
 
     def _copy_ended(self, relay_room: int, why: str | None) -> None:

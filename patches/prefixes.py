@@ -25,6 +25,8 @@ from sglang.srt.disaggregation.utils import (
 from sglang_pdd.drc import Pages, Refetch, refetch_rid
 from sglang_pdd.metrics import Counters
 from sglang_pdd.patches.drc import DecodeCache
+from sglang_pdd.patches.landing import Landings
+from sglang_pdd.protocol import Follows
 from sglang_pdd.timeline import Timeline
 
 
@@ -56,10 +58,9 @@ class _Copy:
 
 class Prefixes:
     """Args:
+    landings: of the streams; None: all KV comes by engine, and of that nothing is known before its end.
     unknown: called with a room for whose tokens nobody waits.
-    over: called with a room into which nothing is to be written any more.
-    landed: how many of a room's pages, from the first on, so many ranks of P have brought completely to this rank;
-        called when nothing more is wanted of it.
+    tell: says a message to the prefill of a request.
     """
 
     def __init__(
@@ -67,12 +68,12 @@ class Prefixes:
         scheduler: Any,
         counters: Counters,
         timeline: Timeline,
+        landings: Landings | None,
         unknown: Callable[[int], None],
-        over: Callable[[int], None],
-        landed: Callable[[int, int], int],
+        tell: Callable[[Any, Follows], None],
     ) -> None:
-        self._over = over
-        self._landed = landed
+        self._landings = landings
+        self._tell = tell
         self._scheduler = scheduler
         self._counters = counters
         self._timeline = timeline
@@ -123,6 +124,8 @@ class Prefixes:
             self._counters.inc("drc.shared", shared * cache.page_size)
             self._timeline.event("follows", room, shared=shared * cache.page_size)
         self._fetch(refetches)
+        if shared and not refetches:
+            self._announce(room)
 
     def polled(self, polls: list[int]) -> list[int]:
         """What SGLang's queue is told of its transfers: who waits for others has not landed either."""
@@ -161,7 +164,8 @@ class Prefixes:
         """These have failed, on all ranks: what has landed of them on all ranks stays."""
         if not receivers:
             return
-        pages = [self._landed(receiver.bootstrap_room, _senders(receiver)) for receiver in receivers]
+        room_of = self._landings
+        pages = [room_of.pages(r.bootstrap_room, _senders(r)) if room_of else 0 for r in receivers]
         pages = all_reduce_flags(pages, self._queue.gloo_group, torch.distributed.ReduceOp.MIN)
         for receiver, landed in zip(receivers, pages, strict=True):
             self.cache.pending.progress(receiver.bootstrap_room, landed)
@@ -169,6 +173,32 @@ class Prefixes:
     def _knows(self, transfer: Any) -> bool:
         room = transfer.req.bootstrap_room
         return self._transfers.get(room) is transfer and room in self.cache.pending
+
+    def _announce(self, room: int, again: bool = False) -> None:
+        """Prefills know their own requests only: tell them for what this one waits.
+
+        Args:
+            again: it did not wait for that before; else P sees by itself what requests of its own have in common.
+        """
+        page, leaders = self.cache.page_size, self.cache.pending.leaders(room)
+        follower = self._transfers[room].req
+        reqs = [follower, *(self._req_of(leader) for leader in leaders)]
+        places = {(req.bootstrap_host, req.bootstrap_port): req for req in reqs}
+        if len(places) == 1 and not again:
+            return
+        missing = {leader: pages - self._so_far(leader) for leader, pages in leaders.items()}
+        own = self.cache.pending.row(room).size - self.cache.pending.start(room)
+        said = Follows(room, own * page, tuple((leader, max(0, pages) * page) for leader, pages in missing.items()))
+        for req in places.values():
+            self._tell(req, said)
+
+    def _req_of(self, room: int) -> Any:
+        """A request to the P that writes under this room."""
+        known = self._transfers.get(room)
+        return known.req if known is not None else next(c.req for c in self._copies if c.refetch.room == room)
+
+    def _so_far(self, room: int) -> int:
+        return self._landings.so_far(room) if self._landings is not None else 0
 
     # --- what is fetched again ---
 
@@ -250,6 +280,8 @@ class Prefixes:
             self._counters.inc("drc.refetched", tokens)
             self._timeline.event("refetch", refetch.follower, under=refetch.room, tokens=tokens)
             self._unknown(refetch.room)
+        for follower in {name: None for refetch in refetches for name in self.cache.pending.followers(refetch.room)}:
+            self._announce(follower, again=True)
 
     def _ask(self, copy: _Copy) -> None:
         """Tell P where to, and let it prefill that much of the prompt again (it has it cached)."""
@@ -313,7 +345,8 @@ class Prefixes:
 
     def _let_go(self, copy: _Copy) -> None:
         self._copies.remove(copy)
-        self._over(copy.refetch.room)
+        if self._landings is not None:
+            self._landings.end(copy.refetch.room)
         self.cache.unlock(copy.lock)
         self.cache.cut(copy.req, copy.row)
         if copy.metadata_buffer_index >= 0:

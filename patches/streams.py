@@ -170,6 +170,11 @@ class Streams:
         self._lanes[room] = Lane(self.manager, room, peers)
         return landing_ms
 
+    def landing_ms(self, room: int, size: int) -> float | None:
+        """Milliseconds until ``size`` bytes more would land where this room goes; None: it goes by engine."""
+        peers = self._lanes[room].peers.values() if room in self._lanes else ()
+        return max((peer.landing_ms(self._share(size, len(peers))) for peer, _ in peers), default=None)
+
     def lane(self, room: int) -> Lane | None:
         """None: it goes by engine."""
         return self._lanes.get(room)

@@ -79,6 +79,19 @@ class Demote:
     demoted: bool
 
 
+@dataclass(frozen=True, slots=True)
+class Follow:
+    """Before ``room`` can run, so many tokens of each of its ``leaders`` must have landed, too: (room, tokens).
+
+    Any of these rooms may be another prefill's. ``sessions``: who says so. ``own``: tokens that ``room`` brings itself.
+    """
+
+    room: int
+    sessions: tuple[str, ...]
+    own: int
+    leaders: tuple[tuple[int, int], ...]
+
+
 # --- commands: RLD ----------------------------------------------------------------------------------------------
 
 
@@ -118,5 +131,7 @@ class GiveUp:
     room: int
 
 
-Command = AnswerEarly | OpenRelay | DropRelay | KnowLandings | Demote | StartDecode | StopDecode | Emit | GiveUp
+Command = (
+    AnswerEarly | OpenRelay | DropRelay | KnowLandings | Demote | Follow | StartDecode | StopDecode | Emit | GiveUp
+)
 Action = Send | Dial | HangUp | Command

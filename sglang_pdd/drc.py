@@ -144,6 +144,10 @@ class Pending:
         """Who waits for it: their rooms, and how many pages each fetches itself."""
         return {t.room: len(t.own) for t in self._followers(room)}
 
+    def leaders(self, room: int) -> dict[int, int]:
+        """For whom it waits: their rooms, and how many pages of each must have landed, from its first on."""
+        return dict(self._transfers[room].waits)
+
     def end(self, room: int) -> None:
         """The request runs, or its refetch is complete."""
         assert self._transfers[room].landed == len(self._transfers[room].own)

@@ -18,6 +18,7 @@ CATALOG: dict[str, str] = {
     "connections.refused": "Handshakes refused because the client's key is not in the allow-list",
     "requests": "Requests prefilled, by pipeline (stock, P-MD, P-RLD-MD)",
     "relay.opened": "Relays opened",
+    "relay.opened_late": "Of those, for requests that wait for another prefill, or for KV that is fetched again",
     "relay.refused": "Relays refused or not asked for, by reason",
     "relay.dropped": "Relays that ended before RLD had its copy, by why (landed: MD was faster)",
     "relay.active": "Relays open now (main decode: requests that wait for their KV)",

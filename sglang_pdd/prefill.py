@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from sglang_pdd import policy
-from sglang_pdd.actions import Action, AnswerEarly, Demote, DropRelay, KnowLandings, OpenRelay, Send
+from sglang_pdd.actions import Action, AnswerEarly, Demote, DropRelay, Follow, KnowLandings, OpenRelay, Send
 from sglang_pdd.config import PddConfig
 from sglang_pdd.metrics import Counters
 from sglang_pdd.protocol import (
@@ -14,6 +14,7 @@ from sglang_pdd.protocol import (
     Abort,
     Awaited,
     Chunk,
+    Follows,
     Hello,
     Message,
     RelayOpen,
@@ -89,6 +90,8 @@ class Prefill:
             return self._drop(message.room, _word(message.why, ("ended",)))
         elif isinstance(message, Awaited) and self.peers[peer].hello.role == "main":
             return [Demote(message.room, self.peers[peer].hello.sessions, not message.awaited)]
+        elif isinstance(message, Follows) and self.peers[peer].hello.role == "main":
+            return [Follow(message.room, self.peers[peer].hello.sessions, message.own, message.leaders)]
         return []
 
     def bootstrapped(self, job: Job) -> list[Action]:
@@ -96,6 +99,24 @@ class Prefill:
         main = self._owner(job.sessions)
         if main is None or self.peers[main].hello.role != "main":
             self.counters.inc("requests", pipeline="stock")
+            return []
+        relay = self._relay(main, job)
+        self.counters.inc("requests", pipeline="P-RLD-MD" if relay else "P-MD")
+        return [AnswerEarly(job.room), *relay]
+
+    def reconsidered(self, job: Job) -> list[Action]:
+        """This request goes on without a relay, and its KV is now known to land later than was predicted."""
+        main = self._owner(job.sessions)
+        if main is None or self.peers[main].hello.role != "main":
+            return []
+        relay = self._relay(main, job)
+        self.counters.inc("relay.opened_late", int(bool(relay)))
+        return relay
+
+    def _relay(self, main: str, job: Job) -> list[Action]:
+        """A relay for a request of this main decode, if it is worth one and has none."""
+        relay_room = (job.room * _STRIDE + _OFFSET) % ROOM_LIMIT
+        if relay_room in self._relays:
             return []
         late = self.peers[main].late.above(job.landing_ms)
         wanted = policy.relay_wanted(self.config.relay_policy, late)
@@ -108,16 +129,13 @@ class Prefill:
         if wanted and node is None:
             self.counters.inc("relay.refused", reason="no_relay")
         if node is None:
-            self.counters.inc("requests", pipeline="P-MD")
-            return [AnswerEarly(job.room)]
-        relay_room = (job.room * _STRIDE + _OFFSET) % ROOM_LIMIT
+            return []
         hello = self.peers[main].hello
         self.peers[node].asked += 1
         self._relays[relay_room] = _Relaying(job.room, node)
-        self.counters.inc("requests", pipeline="P-RLD-MD")
         self.counters.inc("relay.opened")
         ask = RelayOpen(relay_room, job.room, hello.address, hello.public_key, job.request)
-        return [AnswerEarly(job.room), OpenRelay(job.room, relay_room), Send(node, ask)]
+        return [OpenRelay(job.room, relay_room), Send(node, ask)]
 
     def first_token(self, sessions: tuple[str, ...], chunk: Chunk) -> list[Action]:
         """The token P has sampled, straight to MD."""

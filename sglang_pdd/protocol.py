@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 
 import msgpack
 
-PROTOCOL = 3
+PROTOCOL = 4
 
 MAX_MESSAGE = 16 << 20  # bytes; RelayOpen carries a prompt, nothing else is large
 MAX_PROMPT = 4_000_000  # tokens
@@ -195,7 +195,17 @@ class Awaited:
     awaited: bool
 
 
-Message = Hello | Welcome | RelayOpen | RelayReply | Tokens | Stop | Abort | Ping | Pong | Awaited
+@dataclass(frozen=True, slots=True)
+class Follows:
+    """MD to P: a request waits for KV that others bring, and maybe other prefills. It says so to all of them."""
+
+    code: ClassVar[int] = 11
+    room: int
+    own: int  # tokens of its prompt that it brings itself
+    leaders: tuple[tuple[int, int], ...]  # for whose rooms it waits, and for how many tokens of each
+
+
+Message = Hello | Welcome | RelayOpen | RelayReply | Tokens | Stop | Abort | Ping | Pong | Awaited | Follows
 
 
 def encode(message: Message) -> bytes:
@@ -390,6 +400,14 @@ def _unpack_awaited(raw: list[Any]) -> Awaited:
     return Awaited(_room(room), _bool(awaited))
 
 
+def _unpack_follows(raw: list[Any]) -> Follows:
+    room, own, leaders = raw
+    if not isinstance(leaders, list):
+        raise ProtocolError("leaders is not a list")
+    pairs = [(_room(leader), _int(tokens, 0, MAX_PROMPT)) for leader, tokens in leaders]
+    return Follows(_room(room), _int(own, 0, MAX_PROMPT), tuple(pairs))
+
+
 _UNPACK: dict[int, Callable[[list[Any]], Message]] = {
     Hello.code: _unpack_hello,
     Welcome.code: _unpack_welcome,
@@ -401,6 +419,7 @@ _UNPACK: dict[int, Callable[[list[Any]], Message]] = {
     Ping.code: _unpack_ping,
     Pong.code: _unpack_pong,
     Awaited.code: _unpack_awaited,
+    Follows.code: _unpack_follows,
 }
 
 

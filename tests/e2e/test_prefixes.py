@@ -8,6 +8,7 @@ import secrets
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
+from typing import Any
 
 import pytest
 import requests
@@ -32,9 +33,9 @@ def _bytes_per_token() -> int:
     return int(2 * config["num_hidden_layers"] * config["num_key_value_heads"] * head * 4)
 
 
-def _family(count: int) -> list[tasks.Task]:
+def _family(count: int, shared: int = SHARED) -> list[tasks.Task]:
     """Prompts that no server has seen and that share nine tenths."""
-    parent = tasks.cold(next(_seeds), SHARED - 100, 100)
+    parent = tasks.cold(next(_seeds), shared - 100, 100)
     return [tasks.follow_up(parent, i, OWN, 40) for i in range(count)]
 
 
@@ -67,10 +68,16 @@ def test_eight_at_once_on_one_new_prefix(served: Served) -> None:
 _Call = tuple[str, int, list[Caller]]
 
 
+def _place(served: Served, prefill: int = 0) -> dict[str, Any]:
+    """What a router adds to a request."""
+    port, room = served.cluster.bootstrap_ports[prefill], secrets.randbits(62)
+    return {"bootstrap_host": HOST, "bootstrap_port": port, "bootstrap_room": room}
+
+
 def _call(served: Served, task: tasks.Task, main: int = 0, tokens: int = ANSWER_TOKENS) -> _Call:
     """A request past the router, of so many tokens whatever the model says: its id, its room, and who asks for it."""
-    rid, room = secrets.token_hex(8), secrets.randbits(62)
-    place = {"bootstrap_host": HOST, "bootstrap_port": served.cluster.bootstrap_ports[0], "bootstrap_room": room}
+    rid, place = secrets.token_hex(8), _place(served)
+    room = int(place["bootstrap_room"])
     servers = (served.cluster.prefills[0], served.cluster.mains[main])
     sampling = {"temperature": 0, "max_new_tokens": tokens, "ignore_eos": True}
     return rid, room, [Caller(s.url, task.prompt, rid=rid, sampling_params=sampling, **place) for s in servers]
@@ -92,6 +99,28 @@ def _followers(served: Served, family: Sequence[tasks.Task], pool: ThreadPoolExe
     jobs = _ask_all(served, family, pool)
     wait(lambda: len(served.events("main", "follows")) >= before + len(family) or None, 30, "followers")
     return jobs
+
+
+@pytest.mark.on("many")
+def test_a_follower_at_another_prefill(served: Served) -> None:
+    """Its own prefill sends little. It is relayed all the same, since what it waits for takes long to come."""
+    leader, follower = _family(2, shared=6000)
+    served.reference.answer(follower.prompt, limit(follower))
+    place = _place(served, prefill=1)
+    room = place["bootstrap_room"]
+    with _leading(served, leader) as (_, leading):
+        one = {"temperature": 0, "max_new_tokens": 1}
+        caller = Caller(served.cluster.prefills[1].url, follower.prompt, sampling_params=one, **place)
+        answer = generate(served.cluster.mains[0].url, follower.prompt, limit(follower), place=place)
+        caller.hang_up()
+    served.check(answer, follower, limit(follower))
+    known = served.wait_for("prefill", "relay_open", room=room)
+    assert served.events("main", "follows", room=room) and known["node"] != _node(served, "wan_sent", leading)
+    assert served.story(answer)[0]["RLD"]
+
+
+def _node(served: Served, event: str, room: int) -> str:
+    return str(served.wait_for("prefill", event, room=room)["node"])
 
 
 @pytest.mark.on(*RANKS_OF_ALL)

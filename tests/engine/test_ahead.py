@@ -6,8 +6,14 @@ from array import array
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
+
+from sglang_pdd.actions import Follow, OpenRelay
 from sglang_pdd.metrics import Counters
+from sglang_pdd.patches import prefill
 from sglang_pdd.patches.prefill import PrefillSeam
+from sglang_pdd.prefill import Job
+from sglang_pdd.timeline import Timeline
 
 PAGE = 4
 
@@ -56,6 +62,85 @@ def test_and_for_nothing_else() -> None:
     assert ahead(follower, request(1, [*SHARED, 9], 0, extra_key="lora")) == 0, "another namespace"
     assert ahead(request(2, [*SHARED, 1], 0), request(1, [*SHARED, 9], 0)) == 0, "it fetches all itself"
     assert ahead(follower, request(1, [*SHARED, 9, 9], 40)) == 0, "a follower itself"
+
+
+class Node:
+    """P on one rank whose links take a millisecond a token; ``jobs``: how its state machine is asked, and in how many
+    milliseconds the KV is to land."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, by_stream: bool = True) -> None:
+        self.jobs: list[tuple[str, float]] = []
+        self.urged: list[tuple[int, int]] = []
+        monkeypatch.setattr(prefill, "get_parallel", lambda: SimpleNamespace(tp_size=1))
+        monkeypatch.setattr(prefill, "request_of", lambda req: None)
+        monkeypatch.setattr(prefill, "obstacle", lambda req: None)
+        self.reqs: dict[int, Any] = {}
+        self.seam = made = seam()
+        made._sessions_of = lambda room: self.reqs[room].to if room in self.reqs else ()
+        made._idle, made._follows, made._relayed, made._bytes_per_token = set(), {}, set(), 1.0
+        made.node, made.timeline = object(), Timeline(None, "prefill", "")
+        made.machine = SimpleNamespace(bootstrapped=self._asked("new"), reconsidered=self._asked("again"))
+        made.do = made._open = lambda _: None
+        streams = SimpleNamespace(
+            open=lambda room, size, leaders: float(size),
+            landing_ms=lambda room, size: float(size),
+            urge=lambda room, size: self.urged.append((room, size)),
+        )
+        made._streams = streams if by_stream else None
+        made._lanes = SimpleNamespace(link=lambda sessions: SimpleNamespace(landing_ms=float))
+
+    def _asked(self, how: str) -> Any:
+        def asked(job: Job) -> list[Any]:
+            self.jobs.append((how, job.landing_ms))
+            return []
+
+        return asked
+
+    def come(self, req: Any) -> None:
+        req.rid = "r"
+        self.reqs[req.bootstrap_room] = req
+        self.seam.bootstrapped(req)
+
+
+@pytest.mark.parametrize("by_stream", [True, False])
+def test_what_comes_from_another_prefill_is_waited_for_too(monkeypatch: pytest.MonkeyPatch, by_stream: bool) -> None:
+    node = Node(monkeypatch, by_stream)
+    node.seam.run(Follow(2, ("md",), 2, ((1, 40), (7, 3))))
+    node.come(request(2, [*SHARED, 1, 2], 40))
+    assert node.jobs == [("new", 43.0)] and not node.seam._follows
+    node.come(request(3, [7, *SHARED, 4], 40))
+    assert node.jobs[1:] == [("new", 2.0)]
+    node.seam.run(Follow(3, ("md",), 2, ((8, 39),)))
+    assert node.jobs[2:] == [("again", 39.0)]
+    node.seam.run(OpenRelay(3, 33))
+    node.seam.run(Follow(3, ("md",), 2, ((9, 39),)))
+    node.seam.run(Follow(2, ("another",), 1, ((9, 39),)))
+    assert len(node.jobs) == 3, "one has a relay, the other one is not this main decode's"
+
+
+def test_a_word_of_another_main_decode_is_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    node = Node(monkeypatch)
+    node.seam.run(Follow(2, ("another",), 2, ((1, 40),)))
+    node.come(request(2, [*SHARED, 1, 2], 40))
+    assert node.jobs == [("new", 2.0)]
+
+
+def test_a_leader_is_as_urgent_as_another_prefills_follower(monkeypatch: pytest.MonkeyPatch) -> None:
+    node = Node(monkeypatch)
+    node.come(request(1, [*SHARED, 9], 0))
+    node.come(request(5, [7, 8, 9, 7, 8], 0))
+    node.seam._idle = {1, 5}
+    node.seam.run(Follow(2, ("md",), 4, ((1, 40),)))
+    node.seam.run(Follow(6, ("another",), 4, ((5, 5),)))
+    assert node.urged == [(1, 4)] and node.seam._idle == {5}
+    assert [how for how, _ in node.jobs] == ["new", "new"]
+
+
+def test_words_about_requests_that_never_come_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    node = Node(monkeypatch)
+    for room in range(prefill.REMEMBERED + 5):
+        node.seam.run(Follow(room, ("md",), 1, ()))
+    assert len(node.seam._follows) == prefill.REMEMBERED and 4 not in node.seam._follows
 
 
 def test_what_main_decode_missed_by_hit_rate() -> None:

@@ -19,6 +19,7 @@ from sglang_pdd.drc import waiting_tokens
 from sglang_pdd.metrics import Counters
 from sglang_pdd.patches import prefixes
 from sglang_pdd.patches.prefixes import Prefixes
+from sglang_pdd.protocol import Follows
 
 PAGE, SIZE, SLOTS = 4, 256, 2
 
@@ -111,13 +112,19 @@ class Main:
         self.landed: dict[int, int] = {}  # pages, by room
         self.counters = Counters()
         timeline: Any = SimpleNamespace(event=lambda *args, **fields: None)
+        landings: Any = SimpleNamespace(
+            end=self.over.append,
+            pages=lambda room, senders: self.landed.get(room, 0),
+            so_far=lambda room: self.landed.get(room, 0),
+        )
+        self.said: list[tuple[str, Follows]] = []  # to which prefill
         self.prefixes = Prefixes(
             scheduler,
             self.counters,
             timeline,
+            landings,
             self.ignored.append,
-            self.over.append,
-            lambda room, senders: self.landed.get(room, 0),
+            lambda req, message: self.said.append((req.bootstrap_host, message)),
         )
         self.rooms = 0
 
@@ -204,6 +211,34 @@ def test_a_follower_lands_with_its_leader(main: Main) -> None:
     assert main.step() == [leader, follower]
     main.finish(leader, follower)
     assert main.at_rest() and main.counters.get("drc.shared") == 2 * PAGE
+
+
+def test_prefills_hear_who_follows_whom_if_they_are_several(main: Main) -> None:
+    first = main.admit(text(1, 2, 3, 4))
+    main.admit(text(1, 2, 5))
+    assert main.said == [], "P sees by itself what its own requests have in common"
+    main.landed[first.req.bootstrap_room] = 1
+    far = main.admit(text(1, 2, 3, 6, 7), prefill="q")
+    said = Follows(far.req.bootstrap_room, 2 * PAGE, ((first.req.bootstrap_room, 2 * PAGE),))
+    assert main.said == [("q", said), ("p", said)]
+    main.said.clear()
+    back = main.admit(text(1, 2, 3, 6, 7, 8))
+    leaders = ((first.req.bootstrap_room, 2 * PAGE), (far.req.bootstrap_room, 2 * PAGE))
+    said = Follows(back.req.bootstrap_room, PAGE, leaders)
+    assert sorted(main.said) == [("p", said), ("q", said)]
+
+
+def test_prefills_hear_that_something_is_fetched_again(main: Main) -> None:
+    leader, first, second = main.admit(text(1, 2, 3)), main.admit(text(1, 2, 4, 5)), main.admit(text(1, 6), prefill="q")
+    done(first, second)
+    main.said.clear()
+    leader.kv_receiver.abort()
+    main.step()
+    (copy,) = main.copies()
+    room = copy.bootstrap_room
+    mine = Follows(first.req.bootstrap_room, 2 * PAGE, ((room, 2 * PAGE),))
+    theirs = Follows(second.req.bootstrap_room, PAGE, ((room, PAGE),))
+    assert main.said == [("p", mine), ("q", theirs), ("p", theirs)]
 
 
 def test_what_a_failed_leader_owes_is_fetched_again_once(main: Main) -> None:

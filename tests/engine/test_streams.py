@@ -238,6 +238,7 @@ def test_what_has_landed_of_a_room_is_known_by_pages(world: World) -> None:
     world.chunk(range(0, 20), last=False)
     world.chunk(range(20, PAGES), last=True)
     wait_for(lambda: all(max(rank.receiver.pages(name).values(), default=0) > 20 for rank in world.ranks))
+    assert all(20 < rank.landings.so_far(ROOM) <= PAGES + 1 for rank in world.ranks)
     for rank in world.ranks:
         assert rank.landings.pages(ROOM, 2) == 0, "another rank of P has brought nothing"
         landed = rank.landings.pages(ROOM, 1)
@@ -246,7 +247,7 @@ def test_what_has_landed_of_a_room_is_known_by_pages(world: World) -> None:
             pages = np.frombuffer(rank.buffers[i], np.uint8).reshape(PAGES, PAGE)
             assert (pages[target[:landed]] == 100 + i).all()
         rank.landings.end(ROOM)
-        assert rank.landings.pages(ROOM, 1) == 0
+        assert rank.landings.pages(ROOM, 1) == rank.landings.so_far(ROOM) == 0
     world.manager.update_status(ROOM, KVPoll.Failed)
 
 

@@ -8,14 +8,14 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from sglang_pdd.actions import AnswerEarly, Command, Demote, Emit, OpenRelay, StartDecode, StopDecode
+from sglang_pdd.actions import AnswerEarly, Command, Demote, Emit, Follow, OpenRelay, StartDecode, StopDecode
 from sglang_pdd.config import PddConfig
 from sglang_pdd.discovery import Found
 from sglang_pdd.main import Main
 from sglang_pdd.metrics import Counters
 from sglang_pdd.node import Machine, Node
 from sglang_pdd.prefill import Job, Prefill
-from sglang_pdd.protocol import Awaited, Chunk, Hello, Request
+from sglang_pdd.protocol import Awaited, Chunk, Follows, Hello, Request
 from sglang_pdd.relay import Relay
 from sglang_pdd.transport import Endpoint
 
@@ -165,6 +165,8 @@ def test_main_tells_a_prefill_that_it_knows(roles: Roles) -> None:
     roles.md.node.tell("q:1", Awaited(78, False))
     roles.md.node.tell("p:1", Awaited(77, False))
     assert roles.p.wait(bool, roles.all) == [Demote(77, ("session-md",), True)]
+    roles.md.node.tell("p:1", Follows(77, 16, ((78, 32), (79, 0))))
+    assert roles.p.wait(bool, roles.all) == [Follow(77, ("session-md",), 16, ((78, 32), (79, 0)))]
 
 
 def test_an_exception_in_the_state_machine_is_a_dropped_message(roles: Roles, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,11 +4,23 @@ from __future__ import annotations
 
 import dataclasses
 
-from sglang_pdd.actions import AnswerEarly, Demote, DropRelay, KnowLandings, OpenRelay, Send
+from sglang_pdd.actions import AnswerEarly, Demote, DropRelay, Follow, KnowLandings, OpenRelay, Send
 from sglang_pdd.config import PddConfig
 from sglang_pdd.metrics import Counters
 from sglang_pdd.prefill import PEER_TIMEOUT, Job, Prefill
-from sglang_pdd.protocol import Abort, Awaited, Chunk, Hello, Landing, RelayOpen, RelayReply, Request, Tokens, Welcome
+from sglang_pdd.protocol import (
+    Abort,
+    Awaited,
+    Chunk,
+    Follows,
+    Hello,
+    Landing,
+    RelayOpen,
+    RelayReply,
+    Request,
+    Tokens,
+    Welcome,
+)
 
 SAME = {"model": "m", "page_size": "16"}
 JOB = Job(5, ("s1",), Request((1, 2, 3), {"temperature": 0.0}), landing_ms=2000.0)
@@ -71,6 +83,20 @@ def test_when_no_relay_is_opened() -> None:
     stranger = with_relay()
     assert stranger.bootstrapped(dataclasses.replace(JOB, sessions=("unknown",))) == []
     assert stranger.counters.get("requests", pipeline="stock") == 1
+
+
+def test_a_relay_may_be_opened_late_and_once() -> None:
+    prefill = with_relay()
+    soon = dataclasses.replace(JOB, landing_ms=100.0)
+    assert prefill.bootstrapped(soon) == [AnswerEarly(5)]
+    assert prefill.reconsidered(soon) == []
+    opened, send = prefill.reconsidered(JOB)
+    assert isinstance(opened, OpenRelay) and isinstance(send, Send) and send.peer == "rld"
+    assert prefill.reconsidered(JOB) == [] and len(prefill) == 1
+    assert prefill.reconsidered(dataclasses.replace(JOB, room=6, sessions=("unknown",))) == []
+    assert prefill.reconsidered(dataclasses.replace(JOB, room=7, obstacle="beam")) == []
+    assert prefill.counters.get("relay.opened") == prefill.counters.get("relay.opened_late") == 1
+    assert prefill.counters.get("requests", pipeline="P-MD") == 1, "each request is counted once"
 
 
 def test_always_means_always() -> None:
@@ -192,3 +218,6 @@ def test_main_says_who_is_not_waited_for() -> None:
     assert prefill.receive("rld", Awaited(5, False), 0.0) == []  # is no main decode
     assert prefill.receive("nobody", Awaited(5, False), 0.0) == []
     assert prefill.counters.get("messages.dropped", cause="unwelcome") == 1
+    follows = Follows(5, 16, ((6, 32),))
+    assert prefill.receive("md", follows, 0.0) == [Follow(5, ("s1",), 16, ((6, 32),))]
+    assert not prefill.receive("rld", follows, 0.0) and not prefill.receive("nobody", follows, 0.0)

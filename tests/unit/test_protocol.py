@@ -12,6 +12,7 @@ from sglang_pdd.protocol import (
     Abort,
     Awaited,
     Chunk,
+    Follows,
     Hello,
     Landing,
     Logprobs,
@@ -32,6 +33,7 @@ from sglang_pdd.protocol import (
 
 text = st.text(max_size=40)
 small = st.integers(0, 1 << 31)
+prompt = st.integers(0, p.MAX_PROMPT)
 rooms = st.integers(0, p.ROOM_LIMIT - 1)
 token = st.integers(0, (1 << 31) - 1)
 logprob = st.floats(width=32, allow_nan=False)
@@ -110,6 +112,7 @@ BY_KIND = {
     Ping: st.builds(Ping, tuples(rooms)),
     Pong: st.builds(Pong, tuples(rooms)),
     Awaited: st.builds(Awaited, rooms, st.booleans()),
+    Follows: st.builds(Follows, rooms, prompt, tuples(st.tuples(rooms, prompt))),
 }
 messages = st.one_of(*BY_KIND.values())
 
@@ -208,7 +211,7 @@ def test_deep_nesting_is_a_protocol_error(depth: int) -> None:
 
 
 def test_other_versions_are_named() -> None:
-    with pytest.raises(VersionMismatch, match="protocol version 9, expected 3: run the same sglang-pdd") as caught:
+    with pytest.raises(VersionMismatch, match="protocol version 9, expected 4: run the same sglang-pdd") as caught:
         decode(msgpack.packb([9, 1, "whatever"]))
     assert caught.value.theirs == 9
 
