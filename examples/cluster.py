@@ -3,7 +3,8 @@
     with Cluster(kind="pdd", page_size=16).launch() as cluster:
         requests.post(f"{cluster.url}/generate", json=...)
 
-Everything listens on free loopback ports, runs on the CPU reference platform, and is gone when the block ends.
+Everything listens on free loopback ports, runs on the CPU reference platform, and is gone when the block ends, with its
+temporary files.
 """
 
 from __future__ import annotations
@@ -11,7 +12,6 @@ from __future__ import annotations
 import atexit
 import os
 import random
-import shutil
 import signal
 import socket
 import subprocess
@@ -259,21 +259,24 @@ class Cluster:
     def launch(self, logs: Path | None = None, say: Say = print) -> Iterator[Running]:
         """Start it and stop it again. Logs and timelines go to ``logs`` and stay there, or else vanish."""
         with ExitStack() as stack:
-            folder = logs
-            if folder is None:
-                folder = Path(tempfile.mkdtemp(prefix="pdd-cluster-"))
-                stack.callback(shutil.rmtree, folder, ignore_errors=True)
-            running = Running(self, folder, say)
+            scratch = tempfile.TemporaryDirectory(prefix="pdd-", ignore_cleanup_errors=True)
+            temp = Path(stack.enter_context(scratch))
+            running = Running(self, logs or temp, temp, say)
             stack.callback(running.stop)
             running.start()
             yield running
 
 
 class Running:
-    """A cluster that has been started."""
+    """A cluster that has been started.
 
-    def __init__(self, spec: Cluster, folder: Path, say: Say = print) -> None:
-        self.spec, self.folder, self.say = spec, folder, say
+    Args:
+        folder: for logs and timelines.
+        temp: for what the servers leave behind; a short path, since it is also for their unix sockets.
+    """
+
+    def __init__(self, spec: Cluster, folder: Path, temp: Path, say: Say = print) -> None:
+        self.spec, self.folder, self.temp, self.say = spec, folder, temp, say
         self.prefills: list[Server] = []
         self.relays: list[Server] = []
         self.mains: list[Server] = []
@@ -410,7 +413,7 @@ class Running:
         if spec.kind == "pdd":
             timeline = self.folder / f"{name}.jsonl"
             command += ["--pdd-timeline", str(timeline)]
-        env = dict(CPU_ENV)
+        env = {**CPU_ENV, "TMPDIR": str(self.temp)}
         if site.host != HOST:
             env["SGLANG_HOST_IP"] = site.host  # else SGLang finds one by itself, and there may be no route to it
         if tp > 1:
@@ -438,4 +441,5 @@ class Running:
         name = f"{self.spec.kind}-router"
         health = "/health" if self.spec.router == "mini-lb" else "/readiness"
         command += self.spec.flags.get("router", ())
-        return Server(name, command, f"http://{site.host}:{port}", self.folder / f"{name}.log", health=health)
+        url, log = f"http://{site.host}:{port}", self.folder / f"{name}.log"
+        return Server(name, command, url, log, {"TMPDIR": str(self.temp)}, health=health)

@@ -6,15 +6,12 @@ The launcher has SGLang's TokenizerManager, which ends the server; the scheduler
 from __future__ import annotations
 
 import asyncio
-import atexit
 import logging
 import mmap
 import os
 import struct
-import tempfile
 import time
 from collections.abc import Awaitable, Callable
-from pathlib import Path
 from typing import Any
 
 logger = logging.getLogger(__name__)
@@ -28,9 +25,9 @@ _POLL = 0.25  # seconds
 
 
 class Drain:
-    """A small file that the launcher and its schedulers share: how much work is left, and whether the end is asked for.
+    """Memory that the launcher and its schedulers share: how much work is left, and whether the end is asked for.
 
-    A file and no lock: each writes numbers of its own, and an aligned 8-byte store does not tear.
+    No lock: each writes numbers of its own, and an aligned 8-byte store does not tear.
     """
 
     def __init__(self, path: str) -> None:
@@ -39,12 +36,13 @@ class Drain:
 
     @staticmethod
     def create() -> None:
-        """In the launcher, before it starts the schedulers: they find the file through the environment."""
-        handle, path = tempfile.mkstemp(prefix="sglang-pdd-", suffix=".drain")
+        """In the launcher, before it starts the schedulers: they find it through the environment.
+
+        A file of no folder: nothing is left of it, however the launcher ends.
+        """
+        handle = os.memfd_create("pdd-drain")
         os.truncate(handle, _SLOTS * _COUNT.size)
-        os.close(handle)
-        atexit.register(Path(path).unlink, missing_ok=True)
-        os.environ[_DRAIN_FILE] = path
+        os.environ[_DRAIN_FILE] = f"/proc/{os.getpid()}/fd/{handle}"
 
     @staticmethod
     def open() -> Drain | None:

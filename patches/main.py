@@ -1,10 +1,8 @@
 """MD's seam: eager tokens become output at once; when the KV lands, one forward pass catches up with them.
 
 A request's way here: metadata goes out (`opened`), eager tokens come in (`_emit`), its KV lands (`commit`). With at
-most one token by then, SGLang's own path goes on. With more, the request waits in SGLang's waiting queue until there is
-memory for a pass over them (`extend.py`). A pass that does not reach the last token is like a middle chunk of a chunked
-prefill: tokens go on coming in, and the request waits for its next pass. The last pass samples, and the request joins
-the running batch as after any prefill.
+most one token by then, SGLang's own path goes on. With more, it is taken over by extend passes (`passes.py`), until the
+last of which tokens go on coming in.
 """
 
 from __future__ import annotations
@@ -27,6 +25,7 @@ from sglang_pdd.patches import extend, ingress, pool
 from sglang_pdd.patches.landing import Landings, listen
 from sglang_pdd.patches.late import Late
 from sglang_pdd.patches.logprobs import append_output_logprob
+from sglang_pdd.patches.passes import Passes
 from sglang_pdd.patches.prefixes import Prefixes
 from sglang_pdd.protocol import Message
 
@@ -42,9 +41,6 @@ class _Session:
     by: dict[str, int] = field(default_factory=lambda: {"P": 0, "RLD": 0})
     load: int = 0  # percent of its relays that RLD has in use
     mode: str = "stock"  # how it is taken over
-    step: int = 0  # tokens that one extend pass may recompute
-    left: int | None = None  # tokens that its last pass has left over
-    apart: bool = False  # the running decodes sat that pass out
 
     @property
     def gone(self) -> bool:
@@ -54,28 +50,13 @@ class _Session:
             and (self.transfer.kv_receiver is None or self.transfer.kv_receiver.conclude_state == KVPoll.Failed)
         )
 
-    @property
-    def rest(self) -> int:
-        """Tokens whose KV is missing."""
-        return len(self.req.origin_input_ids) + len(self.req.output_ids) - self.req.kv.kv_committed_len
-
-    def aim(self) -> None:
-        """Take larger steps if a relay is half as fast as the passes, or if decodes have to sit the passes out."""
-        if self.left is not None and (self.apart or self.rest - self.left > self.step // 2):
-            self.step = min(MAX_PASS, 2 * self.step)
-        self.left = None
-
 
 class MainSeam(ingress.Seam):
     def __init__(self, scheduler: Any, config: PddConfig) -> None:
         super().__init__(scheduler, config)
         self._sessions: dict[int, _Session] = {}
         self._credits: dict[str, _Session] = {}  # rid -> who made which tokens, until the answer is complete
-        self._middle: Any = None  # the request that the last pass did not bring to its last token
-        self._leaving: list[Any] = []  # finished while a pass over them was in flight
-        self._passed = False  # the last step was an extend pass
-        self._short = False  # there was no memory for one
-        self._sat_out = False  # and the running decodes were not in it
+        self.passes = Passes(scheduler, self.counters, self.timeline, self._close, self._stuck)
         self.landings: Landings | None = None
         if pool.by_stream(scheduler, config):
             memory = pool.memory(scheduler, self.kv_manager.kv_args)
@@ -111,7 +92,7 @@ class MainSeam(ingress.Seam):
         if isinstance(command, Emit):
             self._emit(command)
         elif isinstance(command, GiveUp):
-            self._give_up(command.room)
+            self.passes.give_up(command.room)
 
     # --- a request's way ---
 
@@ -192,13 +173,9 @@ class MainSeam(ingress.Seam):
         self._close(req.bootstrap_room, "finished")
         req.time_stats.set_completion_time()
         if session.transfer is None:  # landed
-            if req is self._middle:
-                self._middle = None
-            else:
-                self.scheduler.waiting_queue.remove(req)
-            self._leave(req)
-            return
-        self.late.keep(session.transfer)
+            self.passes.finished(req)
+        else:
+            self.late.keep(session.transfer)
 
     def _tell(self, req: Any, message: Message) -> None:
         """Say this to the prefill of a request."""
@@ -239,7 +216,7 @@ class MainSeam(ingress.Seam):
         session.mode = self.config.handoff
         if session.mode == "auto":
             session.mode = "one-shot" if session.load >= BUSY else "catch-up"
-        session.step = self.config.handoff_threshold if session.mode == "catch-up" else MAX_PASS
+        self.passes.add(req, self.config.handoff_threshold if session.mode == "catch-up" else MAX_PASS)
 
     def after_transfers(self, queue: Any, landed: list[Any]) -> list[Any]:
         """SGLang has looked at its transfers. Returns whose requests go on."""
@@ -275,113 +252,19 @@ class MainSeam(ingress.Seam):
 
     def begin_step(self) -> None:
         """Requests have been received, nothing else has happened yet in this step."""
-        scheduler, req = self.scheduler, self._middle
         if len(self.late) or len(self.prefixes):
-            self.late.step(short=self._short)
-        extend.merge_last(scheduler, req)
-        self._middle = None
-        if req is not None and req.kv.holds_kv and not req.is_retracted:
-            if req.to_finish is not None:  # aborted while the pass was in flight
-                req.update_finish_state()
-                req.time_stats.set_completion_time()
-                self._close(req.bootstrap_room, "aborted")
-                scheduler.output_streamer.stream_output([req], req.return_logprob)
-                self._leave(req)
-            else:
-                scheduler.waiting_queue.insert(0, req)
+            self.late.step(short=self.passes.short)
+        self.passes.begin_step()
 
-    def _leave(self, req: Any) -> None:
-        """Give a finished request's KV back, as soon as no pass writes it any more."""
-        if req.inflight_middle_chunks > 0:
-            self._leaving.append(req)
-        else:
-            release_kv_cache(req, self.scheduler.tree_cache, checkpoint=True)
-
-    def next_batch(
-        self, original: Callable[..., NextBatchPlan], scheduler: Any, running_batch: ScheduleBatch
-    ) -> NextBatchPlan:
-        """Run an extend pass if anybody waits for one; else what SGLang would run without those who wait."""
-        passed, self._passed = self._passed, False
-        landed = [s for s in self._sessions.values() if s.transfer is None]
-        if not landed:
-            self._short = False
-            return original(scheduler, running_batch)
-        waiting = set(scheduler.waiting_queue)
-        for session in landed:
-            if session.req not in waiting:
-                self._close(session.req.bootstrap_room, "aborted")  # SGLang took it out of its queue
-        queue = [s for s in landed if s.req in waiting]
-        # After a pass it is the turn of those who sat it out, and of whoever else wants to get in.
-        others = len(scheduler.waiting_queue) > len(queue) or scheduler.grammar_manager.has_waiting_grammars()
-        turn = not passed or not (others or (self._sat_out and not running_batch.is_empty()))
-        if turn:
-            for session in queue:
-                session.aim()
-        if turn and (parts := extend.plan(scheduler, running_batch, queue)):
-            self._short = False
-            return self._extend(scheduler, running_batch, parts)
-        if turn:
-            self._short = bool(queue) and extend.batch_room(scheduler, running_batch) > 0
-        if turn and queue and self._stuck(running_batch, queue):
-            self.do(self.machine.stuck(queue[-1].req.bootstrap_room, time.monotonic()))
-        here = {s.req for s in queue}
-        scheduler.waiting_queue = [r for r in scheduler.waiting_queue if r not in here]
-        try:
-            return original(scheduler, running_batch)
-        finally:
-            scheduler.waiting_queue.extend(s.req for s in queue)
-
-    def _extend(self, scheduler: Any, running_batch: ScheduleBatch, parts: list[extend.Part]) -> NextBatchPlan:
-        batch = extend.build(scheduler, parts)
-        for part in parts:
-            self.counters.inc("handoff.tokens", part.req.extend_len)
-            self.timeline.event("extend", part.req.bootstrap_room, n=part.req.extend_len, last=part.last)
-            if part.last:
-                self._close(part.req.bootstrap_room, "landed")
-            else:
-                self._middle = part.req
-        self._passed, self._sat_out = True, not extend.mix(scheduler, batch, running_batch)
-        self.counters.inc("handoff.passes", kind="own" if self._sat_out else "mixed")
-        if self._middle is not None:
-            session = self._sessions[self._middle.bootstrap_room]
-            session.left, session.apart = session.rest, self._sat_out
-        if not self._sat_out:
-            running_batch = ScheduleBatch(reqs=[], batch_is_full=running_batch.batch_is_full)
-        return NextBatchPlan(batch_to_run=extend.finish_build(scheduler, batch), running_batch=running_batch)
-
-    def _stuck(self, running_batch: ScheduleBatch, queue: list[_Session]) -> bool:
-        """Nothing runs, lands or drains that could ever free memory. (With retracted requests nothing is let land.)"""
-        scheduler = self.scheduler
-        transfers = scheduler.disagg_decode_transfer_queue
-        return (
-            running_batch.is_empty()
-            and not self._leaving
-            and (not transfers.queue or bool(scheduler.disagg_decode_prealloc_queue.retracted_queue))
-            and not transfers.has_pending_deferred_releases()
-            and not len(self.prefixes)
-            and len(scheduler.waiting_queue) == len(queue)
-        )
-
-    def _give_up(self, room: int) -> None:
-        session = self._sessions.get(room)
-        if session is None or session.transfer is not None or session.req not in self.scheduler.waiting_queue:
-            return
-        req = session.req
-        message = "the KV pool is too small for this request's prompt and output"
-        ingress.logger.error("PDD: %s: %s", req.rid, message)
-        req.finished_reason = FINISH_ABORT(message, HTTPStatus.SERVICE_UNAVAILABLE)
-        self._close(req.bootstrap_room, "aborted")
-        self.scheduler.waiting_queue.remove(req)
-        self.scheduler.output_streamer.stream_output([req], req.return_logprob)
-        release_kv_cache(req, self.scheduler.tree_cache, checkpoint=True)
+    def _stuck(self, room: int) -> None:
+        if not len(self.prefixes):
+            self.do(self.machine.stuck(room, time.monotonic()))
 
     # --- who made which tokens ---
 
     def extended(self, batch: ScheduleBatch) -> None:
-        """Results of an extend pass have been processed: what waited for that can go, and MD has tokens of its own."""
-        for left in [r for r in self._leaving if r.inflight_middle_chunks == 0]:
-            self._leaving.remove(left)
-            self._leave(left)
+        """Results of an extend pass have been processed: MD has tokens of its own."""
+        self.passes.processed()
         riding = set(batch.decoding_reqs or ())
         for req in batch.reqs:
             session = self._credits.get(req.rid)
@@ -481,7 +364,7 @@ def next_batch(original: Callable[..., NextBatchPlan], scheduler: Any, running_b
     seam = _seam()
     if seam is None:
         return original(scheduler, running_batch)
-    return seam.next_batch(original, scheduler, running_batch)
+    return seam.passes.next_batch(original, running_batch)
 
 
 def extend_processed(result: Any, processor: Any, batch: ScheduleBatch, output: Any) -> None:

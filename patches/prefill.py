@@ -1,27 +1,12 @@
-"""P's seam: fan-out to a relay, the first token, the early end of the HTTP response.
-
-A relay is a second stock sender for the same request, under a room of its own. It gets what the first sender gets, as
-soon as RLD is ready for it, from wherever RLD's own cache ends.
-"""
+"""P's seam: a request's way, the first token, the early end of the HTTP response. What goes to a relay: `fanout.py`."""
 
 from __future__ import annotations
 
 import copy
-import time
-from collections import deque
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable
 from typing import Any
 
-from sglang.srt.disaggregation.base import KVPoll
-from sglang.srt.disaggregation.utils import (
-    FAKE_BOOTSTRAP_HOST,
-    KVClassType,
-    get_kv_class,
-    is_aborted,
-    poll_and_all_reduce_attn_cp_tp_group,
-)
+from sglang.srt.disaggregation.utils import FAKE_BOOTSTRAP_HOST, is_aborted
 from sglang.srt.managers.schedule_batch import FINISH_LENGTH
 from sglang.srt.runtime_context import get_parallel
 
@@ -30,6 +15,7 @@ from sglang_pdd.config import PddConfig
 from sglang_pdd.drc import hit_bin, waiting_tokens
 from sglang_pdd.patches import ingress, lanes, pool, streams
 from sglang_pdd.patches.drain import Drain
+from sglang_pdd.patches.fanout import Fanout
 from sglang_pdd.patches.logprobs import output_logprobs
 from sglang_pdd.patches.sampling import obstacle, request_of
 from sglang_pdd.prefill import Job, Prefill
@@ -38,50 +24,29 @@ from sglang_pdd.wan.sender import Sender
 from sglang_pdd.wan.tls import Identity
 
 REMEMBERED = 1024  # words about requests that have not come
-LATE = 60.0  # seconds after which nothing more is expected for a relay that has ended
-
-
-@dataclass(slots=True)
-class _Relay:
-    """The second copy of one request."""
-
-    req: Any
-    room: int
-    relay_room: int
-    sender: Any
-    primary: Any  # the request's own sender
-    ready: bool = False  # RLD's metadata has come
-    sent: int = 0  # tokens handed to the sender, counted from the start of the prompt
-    prefix: int = 0  # tokens that RLD had cached
-    computed: int = 0  # tokens whose KV exists
-    complete: bool = False  # the last chunk exists
-    queued_last: bool = False
-    metadata: int = -1
-    written: Any = None  # event after which the KV up to ``computed`` can be read; None: already
 
 
 class PrefillSeam(ingress.Seam):
     def __init__(self, scheduler: Any, config: PddConfig) -> None:
         super().__init__(scheduler, config)
         self._requests: dict[int, Any] = {}  # by room, from MD's metadata to the end of MD's copy
-        self._relays: dict[int, _Relay] = {}
         self._queued: set[int] = set()  # rooms whose last chunk is queued
         self._early: set[int] = set()  # rooms whose client need not wait for the copy
         self._idle: set[int] = set()  # rooms that nobody waits for
         self._follows: dict[int, Follow] = {}  # by room: of requests that are yet to come here, or to another prefill
         self._relayed: set[int] = set()  # rooms that have, or have had, a relay
         self._refused = False  # SGLang had no room for the next prompt when it last looked
-        self._ended: deque[tuple[float, int]] = deque()  # relay rooms that are over, and since when
         self._copies = -1
         self._drain = Drain.open()
         self.machine = Prefill(self.counters, config, self._fingerprint)
         self._lanes = lanes.make_lanes(config, self._is_lan, self._sent)
         self._streams = self._make_streams() if pool.by_stream(scheduler, config) else None
         streams.streams = self._streams
-        self._lan_sessions: set[str] = set()
         self._bytes_per_token = (
             self.kv_manager.kv_item_lens_sum / scheduler.token_to_kv_pool_allocator.page_size * get_parallel().tp_size
         )
+        size, ended = self._bytes_per_token, self._copy_ended
+        self.fanout = Fanout(scheduler, self._lanes, size, self.counters, self.timeline, ended)
         if self.rank == 0:
             self.connect(self.machine, listen=True)
 
@@ -109,13 +74,12 @@ class PrefillSeam(ingress.Seam):
         return len(self.scheduler.disagg_prefill_inflight_queue) + len(self._queue.queue)
 
     def relays(self) -> int:
-        return len(self._relays)
+        return len(self.fanout)
 
     def run(self, command: Command) -> None:
         if isinstance(command, AnswerEarly):
             self._answer_early(command.room)
         elif isinstance(command, OpenRelay):
-            self._relayed.add(command.room)
             self._open(command)
         elif isinstance(command, KnowLandings) and self._streams is not None:
             self._streams.know(command.sessions, command.landings)
@@ -123,8 +87,8 @@ class PrefillSeam(ingress.Seam):
             self._demote(command)
         elif isinstance(command, Follow):
             self._follow(command)
-        elif isinstance(command, DropRelay) and (relay := self._relays.get(command.relay_room)):
-            self._end(relay, "relay_dropped", why=command.why)
+        elif isinstance(command, DropRelay):
+            self.fanout.drop(command.relay_room, command.why)
 
     # --- a request's way ---
 
@@ -293,48 +257,16 @@ class PrefillSeam(ingress.Seam):
         req.finished_reason = FINISH_LENGTH(length=0)
         self.scheduler.output_streamer.stream_output([req], req.return_logprob)
 
-    def computed(self, original: Callable[..., None], req: Any, end: int, complete: bool, written: Any) -> None:
-        """KV exists up to ``end``, or will once the event ``written`` has come to pass."""
-        for relay in self._relays.values():
-            if relay.req is req:
-                relay.computed, relay.complete, relay.written = end, complete, written
-                self._send(original, relay)
-
-    def pump(self, original: Callable[..., None]) -> None:
-        """Each step: what has changed with the relays? All ranks agree."""
-        if not self._relays:
-            return
-        relays = list(self._relays.values())
-        polls = poll_and_all_reduce_attn_cp_tp_group(
-            [sender for relay in relays for sender in (relay.sender, relay.primary)],
-            self.scheduler.attn_cp_cpu_group,
-            self.scheduler.attn_tp_cpu_group,
-        )
-        for relay, copy_poll, primary_poll in zip(relays, polls[::2], polls[1::2], strict=True):
-            if copy_poll == KVPoll.Success:
-                size = (len(relay.req.origin_input_ids) - relay.prefix) * self._bytes_per_token
-                self.counters.inc("lan.bytes", int(size))
-                self._end(relay, "relay_copied", bytes=int(size))
-                self.do(self.machine.copied(relay.relay_room))
-            elif copy_poll == KVPoll.Failed:
-                self._drop(relay, "copy_failed")
-            elif primary_poll in (KVPoll.Failed, KVPoll.Success):
-                self._drop(relay, "landed" if primary_poll == KVPoll.Success else "aborted")
-            elif copy_poll == KVPoll.WaitingForInput and not relay.ready:
-                self._ready(original, relay)
-
     def concluded(self, done: list[Any]) -> None:
         """These requests' copies to MD have ended, well or badly."""
         for req in done:
             if self._forget(req.bootstrap_room):
                 self.timeline.event("copied", req.bootstrap_room, ok=not is_aborted(req))
-            for relay in [r for r in self._relays.values() if r.req is req]:
-                # In this very step: its pages are free, and RLD must not take what comes from them for good.
-                self._drop(relay, "landed")
+            self.fanout.landed(req)
         for room in [room for room, req in self._requests.items() if is_aborted(req)]:
             self._forget(room)
         self._count_copies()
-        self._sweep()
+        self.fanout.sweep()
 
     def _forget(self, room: int) -> bool:
         """False: it was none of ours."""
@@ -350,7 +282,7 @@ class PrefillSeam(ingress.Seam):
         return True
 
     def _count_copies(self) -> None:
-        copies = len(self.scheduler.disagg_prefill_inflight_queue) + len(self._relays)
+        copies = len(self.scheduler.disagg_prefill_inflight_queue) + len(self.fanout)
         if self._drain is not None and copies != self._copies:
             self._copies = copies
             self._drain.set(copies, self.rank)
@@ -359,70 +291,16 @@ class PrefillSeam(ingress.Seam):
         """SGLang has aborted this request before it was in flight."""
         self._forget(req.bootstrap_room)
 
-    # --- the second copy ---
-
     def _open(self, command: OpenRelay) -> None:
         req = self._requests.get(command.room)
         if req is None:
-            self.do(self.machine.gave_up(command.relay_room, "aborted"))
-            return
-        if (old := self._relays.get(command.relay_room)) is not None:
-            self._end(old, "relay_dropped", why="room taken")
-        sender = get_kv_class(self._queue.transfer_backend, KVClassType.SENDER)(
-            mgr=self.kv_manager,
-            bootstrap_addr=f"{req.bootstrap_host}:{self._queue.bootstrap_port}",
-            bootstrap_room=command.relay_room,
-            req_has_disagg_prefill_dp_rank=True,
-        )
-        relay = _Relay(req, command.room, command.relay_room, sender, req.disagg_kv_sender)
-        if req.output_ids:  # prefill was faster than the decision
-            relay.computed, relay.complete = len(req.origin_input_ids), True
-        elif not req.pending_bootstrap:
-            relay.computed = req.start_send_idx if req.start_send_idx > req.disagg_decode_prefix_len else 0
-        self._relays[command.relay_room] = relay
-        self.timeline.event("relay_open", command.room, relay_room=command.relay_room)
+            self._copy_ended(command.relay_room, "aborted")
+        else:
+            self._relayed.add(command.room)
+            self.fanout.open(req, command.relay_room)
 
-    def _ready(self, original: Callable[..., None], relay: _Relay) -> None:
-        if self.scheduler.req_to_metadata_buffer_idx_allocator.available_size() == 0:
-            return  # next step
-        relay.metadata = self.scheduler.req_to_metadata_buffer_idx_allocator.alloc()
-        self._lan_sessions.update(self._sessions_of(relay.relay_room))
-        relay.prefix = relay.sent = relay.sender.pop_decode_prefix_len()
-        relay.sender.init(self._queue._num_pages_to_send(relay.req, relay.prefix), relay.metadata)
-        relay.ready = True
-        self._send(original, relay)
-
-    def _send(self, original: Callable[..., None], relay: _Relay) -> None:
-        if not relay.ready or relay.queued_last or (relay.computed <= relay.sent and not relay.complete):
-            return
-        relay.sender._early_send_wait_event = relay.written
-        with _as_relay(relay):
-            original(self.scheduler, relay.req, relay.complete, relay.computed)
-        relay.queued_last = relay.complete
-
-    def _drop(self, relay: _Relay, why: str) -> None:
-        self._end(relay, "relay_dropped", why=why)
-        self.do(self.machine.gave_up(relay.relay_room, why))
-
-    def _end(self, relay: _Relay, event: str, **fields: Any) -> None:
-        del self._relays[relay.relay_room]
-        if event != "relay_copied":
-            relay.sender.abort()
-        relay.sender.clear()
-        self._lanes.forget(relay.relay_room)
-        self._ended.append((time.monotonic(), relay.relay_room))
-        self.kv_manager.failure_records.pop(relay.relay_room, None)
-        if relay.metadata >= 0:
-            self.scheduler.req_to_metadata_buffer_idx_allocator.free(relay.metadata)
-        self.timeline.event(event, relay.room, relay_room=relay.relay_room, **fields)
-
-    def _sweep(self) -> None:
-        """Metadata of RLD's that came after its relay had ended: SGLang keeps it for a sender that will never be."""
-        while self._ended and time.monotonic() - self._ended[0][0] > LATE:
-            _, room = self._ended.popleft()
-            if room not in self._relays:
-                for table in ("transfer_infos", "request_status", "req_to_decode_prefix_len"):
-                    getattr(self.kv_manager, table).pop(room, None)
+    def _copy_ended(self, relay_room: int, why: str | None) -> None:
+        self.do(self.machine.copied(relay_room) if why is None else self.machine.gave_up(relay_room, why))
 
     # --- peers ---
 
@@ -431,7 +309,7 @@ class PrefillSeam(ingress.Seam):
         return tuple(sorted(self.kv_manager.transfer_infos.get(room, ())))
 
     def _is_lan(self, session: str) -> bool:
-        return session in self._lan_sessions
+        return session in self.fanout.sessions
 
     def _landed(self, name: int, size: int, seconds: float) -> None:
         assert self._streams is not None
@@ -443,35 +321,6 @@ class PrefillSeam(ingress.Seam):
         self.counters.inc("wan.bytes", size)
         if room is not None:
             self.timeline.event("wan_sent", room, bytes=size, seconds=round(seconds, 4))
-
-
-@contextmanager
-def _as_relay(relay: _Relay) -> Iterator[None]:
-    """While the stock code sends to RLD, the request shows RLD's side of itself."""
-    req = relay.req
-    stock = (
-        req.disagg_kv_sender,
-        req.start_send_idx,
-        req.disagg_decode_prefix_len,
-        req.metadata_buffer_index,
-        req.bootstrap_room,
-    )
-    req.disagg_kv_sender = relay.sender
-    req.start_send_idx = relay.sent
-    req.disagg_decode_prefix_len = relay.prefix
-    req.metadata_buffer_index = relay.metadata
-    req.bootstrap_room = relay.relay_room
-    try:
-        yield
-        relay.sent = req.start_send_idx
-    finally:
-        (
-            req.disagg_kv_sender,
-            req.start_send_idx,
-            req.disagg_decode_prefix_len,
-            req.metadata_buffer_index,
-            req.bootstrap_room,
-        ) = stock
 
 
 # --- hooks ------------------------------------------------------------------------------------------------------
@@ -510,7 +359,7 @@ def send_kv_chunk(
     end = end_idx if end_idx is not None else min(req.extend_end, len(req.origin_input_ids))
     written = req.disagg_kv_sender._early_send_wait_event  # taken by the send
     original(scheduler, req, last_chunk, end_idx)
-    seam.computed(original, req, end, last_chunk, written)
+    seam.fanout.computed(original, req, end, last_chunk, written)
     if last_chunk:
         seam.queued(req)
 
@@ -523,7 +372,7 @@ def inflight_queue(
     if seam is None:
         return original(scheduler, rids_to_check)
     seam.make_room()
-    seam.pump(_stock_send)
+    seam.fanout.pump(_stock_send)
     done = original(scheduler, rids_to_check)
     seam.concluded(done)
     return done

@@ -330,7 +330,7 @@ ENTRIES: tuple[Entry, ...] = (
     *_uses(NIXL, "agent", "names this engine to P", roles=ROLES),
     _calls(NIXL, "__init__", "(self, args, disaggregation_mode, server_args, is_mla_backend=False)", "the CPU platform says that KV is memory of the host"),
 
-    # --- P: prefill.py
+    # --- P: prefill.py, fanout.py
     _hook(
         BOOTSTRAP_QUEUE, "_process_req",
         "(self, req)",
@@ -555,7 +555,7 @@ ENTRIES: tuple[Entry, ...] = (
         "a relayed request is made of these", roles=("relay",), kind="field",
     ),
 
-    # --- MD: main.py
+    # --- MD: main.py, passes.py, extend.py
     _hook(
         "sglang.srt.disaggregation.decode.DecodePreallocQueue", "_send_kv_metadata",
         "(self, decode_req, kv_indices, page_size, state_indices=None, **metadata_kwargs)",

@@ -85,7 +85,7 @@ def wait(room):
     from sglang_pdd.patches import ingress
 
     end = time.monotonic() + 30
-    while any(r.room == room for r in list(ingress.seam._relays.values())) and time.monotonic() < end:
+    while any(r.room == room for r in list(ingress.seam.fanout._relays.values())) and time.monotonic() < end:
         time.sleep(0.002)
 """
 

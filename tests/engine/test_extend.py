@@ -13,7 +13,7 @@ from sglang.srt.sampling.sampling_params import SamplingParams
 
 from sglang_pdd.config import MAX_PASS
 from sglang_pdd.patches import extend
-from sglang_pdd.patches.main import _Session
+from sglang_pdd.patches.passes import Takeover
 
 PROMPT = 100
 
@@ -129,23 +129,23 @@ def test_the_order_follows_priorities() -> None:
 
 def test_a_relay_that_is_as_fast_as_the_passes_is_caught() -> None:
     req = Waiting(400).req
-    session = _Session(req, None, step=64)
+    takeover = Takeover(req, step=64)
     passes = 0
-    while session.rest > session.step:
-        req.kv.kv_committed_len += session.step
-        session.left = session.rest
+    while takeover.rest > takeover.step:
+        req.kv.kv_committed_len += takeover.step
+        takeover.left = takeover.rest
         req.output_ids += [2] * 60
-        session.aim()
+        takeover.aim()
         passes += 1
         assert passes < 10
-    assert session.step == 128
+    assert takeover.step == 128
 
 
 def test_steps_grow_while_decodes_sit_passes_out() -> None:
-    session = _Session(Waiting(400).req, None, step=64)
-    session.left, session.apart = session.rest, True
-    session.aim()
-    assert session.step == 128
+    takeover = Takeover(Waiting(400).req, step=64)
+    takeover.left, takeover.apart = takeover.rest, True
+    takeover.aim()
+    assert takeover.step == 128
 
 
 def test_decodes_that_ride_are_part_of_the_pass() -> None:
@@ -154,13 +154,13 @@ def test_decodes_that_ride_are_part_of_the_pass() -> None:
 
 def test_a_slow_relay_is_caught_in_small_steps() -> None:
     req = Waiting(400).req
-    session = _Session(req, None, step=64)
-    while session.rest > session.step:
-        req.kv.kv_committed_len += session.step
-        session.left = session.rest
+    takeover = Takeover(req, step=64)
+    while takeover.rest > takeover.step:
+        req.kv.kv_committed_len += takeover.step
+        takeover.left = takeover.rest
         req.output_ids += [2] * 3
-        session.aim()
-    assert session.step == 64
+        takeover.aim()
+    assert takeover.step == 64
 
 
 def orchestrator(req: Any) -> Any:

@@ -6,6 +6,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 import urllib.error
 import urllib.request
@@ -49,10 +50,11 @@ def server(model: Path, tmp_path_factory: pytest.TempPathFactory):
     log = tmp_path_factory.mktemp("log") / "server.log"
     environment = {key: value for key, value in os.environ.items() if not key.startswith("PDD_")}
     flags = ["--skip-tokenizer-init", "--max-total-tokens", "1024", "--port", str(port)]
+    temp = tempfile.TemporaryDirectory(prefix="pdd-", ignore_cleanup_errors=True)  # a short path: for unix sockets, too
     with log.open("w") as file:
         process = subprocess.Popen(
             [sys.executable, "-m", "sglang.launch_server", "--model-path", str(model), *flags],
-            env={**environment, "SGLANG_PLATFORM": "pdd_cpu", "SGLANG_PLUGINS": "pdd"},
+            env={**environment, "SGLANG_PLATFORM": "pdd_cpu", "SGLANG_PLUGINS": "pdd", "TMPDIR": temp.name},
             stdout=file,
             stderr=subprocess.STDOUT,
             start_new_session=True,
@@ -74,6 +76,7 @@ def server(model: Path, tmp_path_factory: pytest.TempPathFactory):
         except subprocess.TimeoutExpired:
             os.killpg(process.pid, signal.SIGKILL)  # its own session: the server and its children
             process.wait()
+        temp.cleanup()
 
 
 def test_active_only_by_name(monkeypatch: pytest.MonkeyPatch):
