@@ -38,6 +38,7 @@ class _Relay:
     computed: int = 0  # tokens whose KV exists
     complete: bool = False  # the last chunk exists
     queued_last: bool = False
+    kept: bool = False  # the request's own copy may be over, its pages are kept
     metadata: int = -1
     written: Any = None  # event after which the KV up to ``computed`` can be read; None: already
 
@@ -49,6 +50,7 @@ class Fanout:
         bytes_per_token: of KV, on all ranks together.
         lanes: what SGLang's engine has to send, also to relays.
         ended: called with a relay's room when its copy is over of itself, and why it was given up (None: complete).
+        waits: does a request wait at MD for more than its own copy?
     """
 
     def __init__(
@@ -59,6 +61,7 @@ class Fanout:
         counters: Counters,
         timeline: Timeline,
         ended: Callable[[int, str | None], None],
+        waits: Callable[[Any], bool],
     ) -> None:
         self._scheduler = scheduler
         self._lanes = lanes
@@ -66,6 +69,7 @@ class Fanout:
         self._counters = counters
         self._timeline = timeline
         self._ended = ended
+        self._waits = waits
         self._relays: dict[int, _Relay] = {}
         self._over: deque[tuple[float, int]] = deque()  # relay rooms that are over, and since when
         self.sessions: set[str] = set()  # relays' engines
@@ -133,6 +137,7 @@ class Fanout:
             self._scheduler.attn_tp_cpu_group,
         )
         for relay, copy_poll, primary_poll in zip(relays, polls[::2], polls[1::2], strict=True):
+            relay.kept = primary_poll != KVPoll.Failed and self._waits(relay.req)
             if copy_poll == KVPoll.Success:
                 size = (len(relay.req.origin_input_ids) - relay.prefix) * self._bytes_per_token
                 self._counters.inc("lan.bytes", int(size))
@@ -140,10 +145,26 @@ class Fanout:
                 self._ended(relay.relay_room, None)
             elif copy_poll == KVPoll.Failed:
                 self._give_up(relay, "copy_failed")
-            elif primary_poll in (KVPoll.Failed, KVPoll.Success):
-                self._give_up(relay, "landed" if primary_poll == KVPoll.Success else "aborted")
+            elif primary_poll == KVPoll.Failed:
+                self._give_up(relay, "aborted")
+            elif primary_poll == KVPoll.Success and not relay.kept:
+                self._give_up(relay, "landed")
             elif copy_poll == KVPoll.WaitingForInput and not relay.ready:
                 self._ready(original, relay)
+
+    @contextmanager
+    def keeping(self) -> Iterator[None]:
+        """While SGLang ends requests whose copies to MD are complete: it does not see those whose pages relays want."""
+        kept = {id(relay.req) for relay in self._relays.values() if relay.kept}
+        queue, stays = self._scheduler.disagg_prefill_inflight_queue, []
+        if kept:
+            stays = [req for req in queue if id(req) in kept]
+            self._scheduler.disagg_prefill_inflight_queue = [req for req in queue if id(req) not in kept]
+        try:
+            yield
+        finally:
+            if stays:
+                self._scheduler.disagg_prefill_inflight_queue[:0] = stays
 
     def sweep(self) -> None:
         """Metadata of RLD's that came after its relay had ended: SGLang keeps it for a sender that will never be."""

@@ -34,6 +34,7 @@ class PrefillSeam(ingress.Seam):
         self._early: set[int] = set()  # rooms whose client need not wait for the copy
         self._idle: set[int] = set()  # rooms that nobody waits for
         self._follows: dict[int, Follow] = {}  # by room: of requests that are yet to come here, or to another prefill
+        self._waiting: set[int] = set()  # rooms that can't run before others have landed
         self._relayed: set[int] = set()  # rooms that have, or have had, a relay
         self._refused = False  # SGLang had no room for the next prompt when it last looked
         self._copies = -1
@@ -46,7 +47,7 @@ class PrefillSeam(ingress.Seam):
             self.kv_manager.kv_item_lens_sum / scheduler.token_to_kv_pool_allocator.page_size * get_parallel().tp_size
         )
         size, ended = self._bytes_per_token, self._copy_ended
-        self.fanout = Fanout(scheduler, self._lanes, size, self.counters, self.timeline, ended)
+        self.fanout = Fanout(scheduler, self._lanes, size, self.counters, self.timeline, ended, self._waits)
         if self.rank == 0:
             self.connect(self.machine, listen=True)
 
@@ -106,11 +107,13 @@ class PrefillSeam(ingress.Seam):
         if self._streams is not None and (tokens := waiting_tokens(req.rid)) is not None:
             self._streams.urge(room, self._bytes_of_rank(tokens))
         said = self._follows.pop(room, None)
+        elsewhere = self._elsewhere(said) if said is not None and self._is_theirs(room, said.sessions) else 0
+        if leaders or elsewhere:
+            self._waiting.add(room)
         if self.node is None:
             return
         if landing_ms is None:
             landing_ms = self._lanes.link(sessions).landing_ms(own + self._bytes_of_rank(ahead))
-        elsewhere = self._elsewhere(said) if said is not None and self._is_theirs(room, said.sessions) else 0
         landing_ms = max(landing_ms, self._landing_ms(room, elsewhere))
         self.timeline.event(
             "bootstrapped",
@@ -139,10 +142,17 @@ class PrefillSeam(ingress.Seam):
             self._follows[room] = command
             if len(self._follows) > REMEMBERED:
                 del self._follows[next(iter(self._follows))]
-        elif self.node is not None and room not in self._relayed and self._is_theirs(room, command.sessions):
+            return
+        if not self._is_theirs(room, command.sessions):
+            return
+        self._waiting.add(room)
+        if self.node is not None and room not in self._relayed:
             landing_ms = self._landing_ms(room, self._elsewhere(command))
             self.timeline.event("reconsidered", room, predicted_ms=round(landing_ms, 1))
             self.do(self.machine.reconsidered(self._job(self._requests[room], landing_ms)))
+
+    def _waits(self, req: Any) -> bool:
+        return req.bootstrap_room in self._waiting
 
     def _elsewhere(self, command: Follow) -> int:
         """Tokens that a request waits for and this prefill does not bring, or not yet."""
@@ -273,6 +283,7 @@ class PrefillSeam(ingress.Seam):
         self._early.discard(room)
         self._queued.discard(room)
         self._idle.discard(room)
+        self._waiting.discard(room)
         self._relayed.discard(room)
         if self._requests.pop(room, None) is None:
             return False
@@ -373,7 +384,8 @@ def inflight_queue(
         return original(scheduler, rids_to_check)
     seam.make_room()
     seam.fanout.pump(_stock_send)
-    done = original(scheduler, rids_to_check)
+    with seam.fanout.keeping():
+        done = original(scheduler, rids_to_check)
     seam.concluded(done)
     return done
 

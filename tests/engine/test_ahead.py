@@ -77,10 +77,12 @@ class Node:
         self.reqs: dict[int, Any] = {}
         self.seam = made = seam()
         made._sessions_of = lambda room: self.reqs[room].to if room in self.reqs else ()
-        made._idle, made._follows, made._relayed, made._bytes_per_token = set(), {}, set(), 1.0
+        made._idle, made._follows, made._bytes_per_token = set(), {}, 1.0
+        made._relayed, made._waiting = set(), set()
         made.node, made.timeline = object(), Timeline(None, "prefill", "")
         made.machine = SimpleNamespace(bootstrapped=self._asked("new"), reconsidered=self._asked("again"))
-        made.do = made._open = lambda _: None
+        made.do = lambda actions: None
+        made.fanout = SimpleNamespace(open=lambda req, relay_room: None)
         streams = SimpleNamespace(
             open=lambda room, size, leaders: float(size),
             landing_ms=lambda room, size: float(size),
@@ -107,11 +109,11 @@ def test_what_comes_from_another_prefill_is_waited_for_too(monkeypatch: pytest.M
     node = Node(monkeypatch, by_stream)
     node.seam.run(Follow(2, ("md",), 2, ((1, 40), (7, 3))))
     node.come(request(2, [*SHARED, 1, 2], 40))
-    assert node.jobs == [("new", 43.0)] and not node.seam._follows
+    assert node.jobs == [("new", 43.0)] and not node.seam._follows and node.seam._waiting == {2}
     node.come(request(3, [7, *SHARED, 4], 40))
     assert node.jobs[1:] == [("new", 2.0)]
     node.seam.run(Follow(3, ("md",), 2, ((8, 39),)))
-    assert node.jobs[2:] == [("again", 39.0)]
+    assert node.jobs[2:] == [("again", 39.0)] and node.seam._waiting == {2, 3}
     node.seam.run(OpenRelay(3, 33))
     node.seam.run(Follow(3, ("md",), 2, ((9, 39),)))
     node.seam.run(Follow(2, ("another",), 1, ((9, 39),)))

@@ -77,13 +77,17 @@ class World:
             req_to_metadata_buffer_idx_allocator=self.slots,
             attn_cp_cpu_group=None,
             attn_tp_cpu_group=None,
+            disagg_prefill_inflight_queue=[self.req],
         )
+        self.scheduler = scheduler
+        self.waits = False  # the request, at MD, for others
         self.over: list[int] = []
         self.ended: list[tuple[int, str | None]] = []
         self.sent: list[tuple[int, int, bool]] = []
         self.counters = Counters()
         lanes: Any = SimpleNamespace(forget=self.over.append)
-        self.fanout = Fanout(scheduler, lanes, 2.0, self.counters, Timeline(None, "prefill", ""), self._end)
+        timeline = Timeline(None, "prefill", "")
+        self.fanout = Fanout(scheduler, lanes, 2.0, self.counters, timeline, self._end, lambda req: self.waits)
 
     def _end(self, room: int, why: str | None) -> None:
         self.ended.append((room, why))
@@ -103,8 +107,11 @@ class World:
     def computed(self, end: int) -> None:
         self.fanout.computed(self.send, self.req, end, end == PROMPT, written=None)
 
-    def step(self) -> None:
+    def step(self) -> list[Any]:
+        """Returns the requests that SGLang looks at."""
         self.fanout.pump(self.send)
+        with self.fanout.keeping():
+            return list(self.scheduler.disagg_prefill_inflight_queue)
 
 
 @pytest.fixture
@@ -173,6 +180,27 @@ def test_who_ends_a_copy(world: World, copy: int, own: int, why: str) -> None:
     world.step()
     assert world.ended == [(RELAY_ROOM, why)] and world.over == [RELAY_ROOM]
     assert sender.aborted and sender.cleared and world.slots == [3] and not world.manager.failure_records
+
+
+@pytest.mark.parametrize("copy", [KVPoll.Success, KVPoll.Failed])
+def test_a_request_that_waits_for_others_keeps_its_pages_for_the_relay(world: World, copy: int) -> None:
+    world.waits = True
+    sender = world.open()
+    world.req.disagg_kv_sender.state = KVPoll.Success
+    assert world.step() == [] and world.scheduler.disagg_prefill_inflight_queue == [world.req]
+    sender.state = KVPoll.WaitingForInput
+    world.computed(PROMPT)
+    assert world.step() == [] and world.sent == [(HIT, PROMPT, True)]
+    sender.state = copy
+    assert world.step() == [world.req] == world.scheduler.disagg_prefill_inflight_queue
+    assert world.ended == [(RELAY_ROOM, None if copy == KVPoll.Success else "copy_failed")]
+
+
+def test_but_not_if_its_own_copy_fails(world: World) -> None:
+    world.waits = True
+    world.open()
+    world.req.disagg_kv_sender.state = KVPoll.Failed
+    assert world.step() == [world.req] and world.ended == [(RELAY_ROOM, "aborted")]
 
 
 def test_a_copy_ends_in_the_step_in_which_its_request_does(world: World) -> None:
