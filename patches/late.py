@@ -84,12 +84,12 @@ class Late:
         prealloc = self._scheduler.disagg_decode_prealloc_queue
         waiting = prealloc.retracted_queue or any(r.waiting_for_input for r in prealloc.queue)
         if short or waiting or self._is_tight():
-            self._prefixes.give_up(besides=late)
+            self._prefixes.refetches.give_up(besides=late)
             self._give_way(idle)
             told, self._idle = self._idle, {}
         else:
             told, self._idle = self._idle, {t.req.bootstrap_room: t.req for t in idle}
-            self._idle |= self._prefixes.orphans(besides=late)
+            self._idle |= self._prefixes.refetches.orphans(besides=late)
         for room in self._idle.keys() - told.keys():
             self._tell(self._idle[room], Awaited(room, False))
         for room in told.keys() - self._idle.keys():

@@ -75,7 +75,7 @@ class MainSeam(ingress.Seam):
         return self.scheduler.disagg_decode_prealloc_queue.kv_manager
 
     def open_rooms(self) -> int:
-        return len(self._sessions) + len(self.late) + len(self.prefixes)
+        return len(self._sessions) + len(self.late) + len(self.prefixes.refetches)
 
     def _written(self, room: int) -> None:
         """Nothing is to be written for this room any more."""
@@ -221,7 +221,7 @@ class MainSeam(ingress.Seam):
     def after_transfers(self, queue: Any, landed: list[Any]) -> list[Any]:
         """SGLang has looked at its transfers. Returns whose requests go on."""
         self._sweep(queue)
-        self.prefixes.pump()
+        self.prefixes.refetches.pump()
         ended = [req for req in landed if req.finished()]
         for req in ended:
             self.counters.inc("drc.kept")
@@ -252,12 +252,12 @@ class MainSeam(ingress.Seam):
 
     def begin_step(self) -> None:
         """Requests have been received, nothing else has happened yet in this step."""
-        if len(self.late) or len(self.prefixes):
+        if len(self.late) or len(self.prefixes.refetches):
             self.late.step(short=self.passes.short)
         self.passes.begin_step()
 
     def _stuck(self, room: int) -> None:
-        if not len(self.prefixes):
+        if not len(self.prefixes.refetches):
             self.do(self.machine.stuck(room, time.monotonic()))
 
     # --- who made which tokens ---
@@ -311,7 +311,7 @@ def send_metadata(original: Callable[..., None], queue: Any, decode_req: Any, *a
 def before_admission(queue: Any, *args: Any, **kwargs: Any) -> None:
     """Before ``DecodePreallocQueue.pop_preallocated``."""
     if seam := _seam():
-        seam.prefixes.ask()
+        seam.prefixes.refetches.ask()
 
 
 def poll_transfers(original: Callable[..., list[int]], queue: Any) -> list[int]:
@@ -350,7 +350,7 @@ def after_transfers(result: list[Any], queue: Any, *args: Any, **kwargs: Any) ->
 def is_idle(idle: bool, scheduler: Any, *args: Any, **kwargs: Any) -> bool:
     """After ``Scheduler.is_fully_idle``: a flush must not give pages away that are being fetched again."""
     seam = _seam()
-    return idle and (seam is None or not len(seam.prefixes))
+    return idle and (seam is None or not len(seam.prefixes.refetches))
 
 
 def step_begins(scheduler: Any) -> None:

@@ -752,7 +752,7 @@ ENTRIES: tuple[Entry, ...] = (
     _hook(
         KV_MANAGER, "_fail_prefill_recompute",
         "(self, kv_receiver, reason)",
-        "around", "prefixes:recompute_failed", "P does not answer; or what is over must not come back", roles=("main",),
+        "around", "refetch:recompute_failed", "P does not answer; or what is over must not come back", roles=("main",),
     ),
     *_uses(KV_MANAGER, "failure_records waiting_timeout", "what is fetched again", roles=("main",)),
     _calls(REQ, "build_rebootstrap_payload", "(self)", "what is fetched again", roles=("main",)),

@@ -17,7 +17,7 @@ from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 
 from sglang_pdd.drc import waiting_tokens
 from sglang_pdd.metrics import Counters
-from sglang_pdd.patches import prefixes
+from sglang_pdd.patches import refetch
 from sglang_pdd.patches.prefixes import Prefixes
 from sglang_pdd.protocol import Follows
 
@@ -149,7 +149,7 @@ class Main:
             self.world.release(transfer.req)
             self.prefixes.released(transfer)
             self.manager.failure_records.pop(transfer.req.bootstrap_room, None)
-        self.prefixes.pump()
+        self.prefixes.refetches.pump()
         return [t for t, poll in seen if poll == KVPoll.Success]
 
     def cut_off(self, transfer: Any, pages: int) -> None:
@@ -162,12 +162,12 @@ class Main:
             self.world.finish(transfer.req)
 
     def copies(self) -> list[Receiver]:
-        return [copy.receiver for copy in self.prefixes._copies]
+        return [copy.receiver for copy in self.prefixes.refetches._copies]
 
     def at_rest(self) -> bool:
         slots = self.queue.req_to_metadata_buffer_idx_allocator.available_size()
         return bool(
-            not len(self.prefixes)
+            not len(self.prefixes.refetches)
             and not len(self.world.cache.pending)
             and slots == SLOTS
             and self.world.cache.protected_size() == 0
@@ -186,9 +186,9 @@ def alone(monkeypatch: pytest.MonkeyPatch) -> Main:
     def poll(receivers: list[Receiver], group: Any, copies: Any, buffers: Any) -> list[KVPoll]:
         return [receiver.state for receiver in receivers]
 
-    monkeypatch.setattr(prefixes, "get_kv_class", lambda backend, kind: Receiver)
-    monkeypatch.setattr(prefixes, "poll_and_all_reduce", poll)
-    monkeypatch.setattr(prefixes, "all_reduce_flags", lambda flags, group, op: flags)
+    monkeypatch.setattr(refetch, "get_kv_class", lambda backend, kind: Receiver)
+    monkeypatch.setattr(refetch, "poll_and_all_reduce", poll)
+    monkeypatch.setattr(refetch, "all_reduce_flags", lambda flags, group, op: flags)
     monkeypatch.setattr(Receiver, "reachable", True)
     return Main()
 
@@ -316,12 +316,12 @@ def http_fails(receiver: Receiver, answered: bool) -> None:
         manager.failure_records[receiver.bootstrap_room] = reason
 
     if answered:
-        prefixes.recompute_failed(stock, receiver.kv_mgr, receiver, "status=503")
+        refetch.recompute_failed(stock, receiver.kv_mgr, receiver, "status=503")
         return
     try:
         raise TimeoutError
     except TimeoutError:
-        prefixes.recompute_failed(stock, receiver.kv_mgr, receiver, "errored")
+        refetch.recompute_failed(stock, receiver.kv_mgr, receiver, "errored")
 
 
 @pytest.mark.parametrize("how", ["an answer", "no answer", "no time left"])
@@ -383,17 +383,17 @@ def test_what_nobody_waits_for_any_more_is_given_up(main: Main) -> None:
     leader, follower = main.admit(text(1, 2, 3)), main.admit(text(1, 2, 4))
     leader.kv_receiver.abort()
     main.step()
-    main.prefixes.give_up()
+    main.prefixes.refetches.give_up()
     (copy,) = main.copies()
-    assert copy.state != KVPoll.Failed and not main.prefixes.orphans(), "somebody waits for it"
+    assert copy.state != KVPoll.Failed and not main.prefixes.refetches.orphans(), "somebody waits for it"
     follower.kv_receiver.abort()
     main.step()
-    assert main.prefixes.orphans() == {copy.bootstrap_room: follower.req}
+    assert main.prefixes.refetches.orphans() == {copy.bootstrap_room: follower.req}
     main.manager.acknowledged = False
-    main.prefixes.give_up()
+    main.prefixes.refetches.give_up()
     main.step()
     assert main.world.cache.protected_size() == 2 * PAGE, "P may still write"
-    assert not main.prefixes.orphans()
+    assert not main.prefixes.refetches.orphans()
     main.manager.acknowledged = True
     main.step()
     assert main.at_rest() and main.counters.get("drc.refetches_failed") == 0
@@ -425,7 +425,7 @@ def test_an_abort_of_everything_ends_what_is_fetched_again(main: Main, slots: in
         transfer.kv_receiver.abort()
     for slot in taken:
         allocator.free(slot)
-    main.prefixes.ask()  # SGLang admits before it looks at its transfers
+    main.prefixes.refetches.ask()  # SGLang admits before it looks at its transfers
     for _ in range(2):
         main.step()
     assert main.at_rest() and len(main.manager.asked) == (1 if slots else 0)
@@ -469,7 +469,7 @@ def test_what_every_rank_has_is_kept(main: Main, monkeypatch: pytest.MonkeyPatch
         assert op == torch.distributed.ReduceOp.MIN
         return [min(flag, 1) for flag in flags]  # another rank has one page
 
-    monkeypatch.setattr(prefixes, "all_reduce_flags", reduce)
+    monkeypatch.setattr(refetch, "all_reduce_flags", reduce)
     main.cut_off(main.admit(text(1, 2, 3)), 3)
     main.step()
     assert main.at_rest() and main.world.cache.evictable_size() == PAGE
