@@ -14,7 +14,7 @@ import zmq
 
 from sglang_pdd.transport import Endpoint
 
-NAP_MS = 1  # after which SGLang looks at what nobody wakes it for
+LONGEST_MS = 8  # a nap, after which SGLang looks at what nobody rings for
 
 bell: Bell | None = None  # of this process; only a rank that sleeps has one
 
@@ -29,6 +29,7 @@ class Bell:
     def __init__(self, poller: zmq.Poller) -> None:
         self._poller = poller
         self._event = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._ms = 1
         poller.register(self._event, zmq.POLLIN)
 
     def watch(self, endpoint: Endpoint) -> None:
@@ -48,8 +49,14 @@ class Bell:
             os.eventfd_write(self._event, 1)
 
     def nap(self) -> None:
-        """Sleep until it rings, or for ``NAP_MS``."""
-        if (self._event, zmq.POLLIN) in self._poller.poll(NAP_MS):
+        """Sleep until something comes: for a millisecond, and each time that nothing has come for twice as long.
+
+        So what nobody rings for, another rank's copy say, is seen when it has been waited for about twice as long as
+        was needed, and at most ``LONGEST_MS`` late.
+        """
+        came = self._poller.poll(self._ms)
+        self._ms = 1 if came else min(2 * self._ms, LONGEST_MS)
+        if (self._event, zmq.POLLIN) in came:
             os.eventfd_read(self._event)
 
 
