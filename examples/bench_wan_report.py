@@ -91,7 +91,8 @@ def text(data: Mapping[str, Any], rows: Sequence[Row], limits: Limits) -> str:
         "about a tenth of a second for 1500 tokens, so 25 Mbit/s are to it what a few Gbit/s are to a large model. "
         f"The bottleneck's queue is {data['queue_ms']:g} ms long, {data['loss']:g} of the packets are lost, the jitter "
         f"is {data['jitter_ms']:g} ms; PDD's KV is paced to {data['paced']:g} of the link, as docs/wan.md advises. PDD "
-        "runs three servers where stock runs two, on the same cores.",
+        "runs three servers where stock runs two, on the same cores. All have `--sleep-on-idle`: with it PDD's "
+        "schedulers sleep also while they only wait for KV, where stock's spin.",
         "",
         "TTFT, the longest gap within an answer, and the time to its end are in milliseconds, over all requests of all "
         f"repetitions (n). A request is good if its first token takes at most {limits.ttft * 1000:g} ms and the others "

@@ -125,8 +125,8 @@ def _source() -> Any:
     return HookSource("pdd", "sglang-pdd")
 
 
-# Called by workers, which wait in them for the link.
-_SENDING = ("lanes", "mooncake", "nixl", "streams")
+# They wait: workers for the link, an idle scheduler for whatever comes.
+_WAITING = ("idle", "lanes", "mooncake", "nixl", "streams")
 
 
 def _load(entry: Entry) -> Callable[..., Any]:
@@ -134,7 +134,7 @@ def _load(entry: Entry) -> Callable[..., Any]:
     module, _, name = entry.by.partition(":")
     hook: Callable[..., Any] = getattr(importlib.import_module(f"sglang_pdd.patches.{module}"), name)
     hook = _fail_open(entry, hook) if entry.safe else hook
-    return hook if entry.process == "launcher" or module in _SENDING else _timed(entry, hook)
+    return hook if entry.process == "launcher" or module in _WAITING else _timed(entry, hook)
 
 
 def _timed(entry: Entry, hook: Callable[..., Any]) -> Callable[..., Any]:

@@ -15,7 +15,6 @@ from functools import partial
 from typing import Any, TypeVar
 
 import torch
-import zmq
 from sglang.srt.runtime_context import get_parallel
 from sglang.utils import TypeBasedDispatcher
 
@@ -25,7 +24,7 @@ from sglang_pdd.config import PddConfig
 from sglang_pdd.discovery import Finder
 from sglang_pdd.metrics import Counters
 from sglang_pdd.node import Machine, Node
-from sglang_pdd.patches import engines, guard
+from sglang_pdd.patches import engines, guard, idle
 from sglang_pdd.protocol import Hello, Landing
 from sglang_pdd.timeline import Timeline
 from sglang_pdd.transport import Endpoint
@@ -123,7 +122,8 @@ class Seam:
         for bootstrap in config.prefills:
             self.node.want(bootstrap)
         if self.scheduler.idle_sleeper is not None:
-            wake(self.scheduler.idle_sleeper, endpoint)
+            idle.bell = idle.Bell(self.scheduler.idle_sleeper.poller)
+            idle.bell.watch(endpoint)
 
     def trusted(self, public_key: str) -> bool:
         """May a node with this CURVE public key be dialled?"""
@@ -160,18 +160,6 @@ class Seam:
             "hook_failures": dict(guard.failures),
             "hook_seconds": dict(guard.seconds),
         }
-
-
-def wake(sleeper: Any, endpoint: Endpoint) -> None:
-    """Let an endpoint's sockets, also those to come, end the sleep of an idle scheduler (``--sleep-on-idle``)."""
-
-    def watch(socket: Any) -> None:
-        sleeper.poller.register(socket, zmq.POLLIN)
-
-    for socket in endpoint.sockets:
-        watch(socket)
-    endpoint.on_socket = watch
-    endpoint.on_socket_closed = sleeper.poller.unregister
 
 
 def fingerprint(scheduler: Any, manager: Any) -> dict[str, str]:

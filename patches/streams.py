@@ -17,7 +17,7 @@ import numpy as np
 from sglang.srt.disaggregation.base import KVPoll
 from sglang.srt.disaggregation.common.utils import FastQueue
 
-from sglang_pdd.patches import engines
+from sglang_pdd.patches import engines, idle
 from sglang_pdd.protocol import Landing
 from sglang_pdd.wan.frames import room_id
 from sglang_pdd.wan.peer import Peer, Ticket
@@ -288,3 +288,4 @@ def status_changed(original: Callable[..., None], manager: Any, bootstrap_room: 
     if status == KVPoll.Failed and streams is not None:
         streams.cancel(bootstrap_room)
     original(manager, bootstrap_room, status)
+    idle.ring()

@@ -278,7 +278,7 @@ ENTRIES: tuple[Entry, ...] = (
         "an unhealthy server exits at once", roles=("prefill",), process="launcher",
     ),
 
-    # --- Commands into the scheduler, state out: ingress.py
+    # --- Commands into the scheduler, state out: ingress.py; its sleep: idle.py
     _hook(
         SCHEDULER, "init_internal_state",
         "(self)",
@@ -293,6 +293,11 @@ ENTRIES: tuple[Entry, ...] = (
         SCHEDULER, "get_internal_state",
         "(self, recv_req)",
         "after", "ingress:internal_state", "PDD's part of /get_server_info", roles=ROLES, safe=True,
+    ),
+    _hook(
+        SCHEDULER, "on_idle",
+        "(self)",
+        "after", "idle:after_idle", "sleeps also while only transfers are awaited", roles=ROLES,
     ),
     *_uses("sglang.utils", "TypeBasedDispatcher", "dispatches our commands", roles=ROLES, kind="class"),
     *_uses(
@@ -448,7 +453,7 @@ ENTRIES: tuple[Entry, ...] = (
     _hook(
         KV_MANAGER, "update_status",
         "(self, bootstrap_room, status)",
-        "around", "streams:status_changed", "a failed room frees the link at once", roles=("prefill",),
+        "around", "streams:status_changed", "a failed room frees the link at once; whatever changes wakes the scheduler", roles=ROLES,
     ),
     _calls(
         KV_MANAGER, "conclude_failure",

@@ -10,12 +10,14 @@ from typing import Any
 
 import pytest
 from sglang.srt.disaggregation.base import KVPoll
+from sglang.srt.disaggregation.common.conn import CommonKVManager
 from sglang.srt.managers.scheduler_components.idle_sleeper import IdleSleeper
 from sglang.srt.sampling.sampling_params import SamplingParams
 
 from sglang_pdd.metrics import Counters
-from sglang_pdd.patches import ingress, logprobs, mooncake, sampling
+from sglang_pdd.patches import idle, logprobs, mooncake, sampling, streams
 from sglang_pdd.patches import lanes as patches_lanes
+from sglang_pdd.patches.idle import Bell
 from sglang_pdd.patches.lanes import Lanes
 from sglang_pdd.protocol import Ping, RelayOpen, Request, decode, encode
 from sglang_pdd.transport import Endpoint
@@ -174,7 +176,7 @@ def test_messages_wake_a_sleeping_scheduler() -> None:
     node, early, late = (Endpoint(name, None, Counters()) for name in ("node", "early", "late"))
     try:
         where = node.bind("tcp://127.0.0.1:0")
-        ingress.wake(sleeper, node)
+        Bell(sleeper.poller).watch(node)
         early.dial(where, "")
         early.send(where, Ping())
         assert sleeper.poller.poll(5000), "the ROUTER does not wake it"
@@ -191,3 +193,33 @@ def test_messages_wake_a_sleeping_scheduler() -> None:
     finally:
         for endpoint in (node, early, late):
             endpoint.close()
+
+
+def test_a_copy_that_ends_wakes_a_scheduler_that_awaits_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Rooms(CommonKVManager):
+        def __init__(self) -> None:
+            self.request_status, self.deferred_bootstrap = {7: KVPoll.WaitingForInput}, None
+
+    bell = Bell(IdleSleeper(sockets=[]).poller)
+    monkeypatch.setattr(idle, "LONGEST_MS", 5000)
+    monkeypatch.setattr(idle, "bell", bell)
+
+    def nap() -> float:
+        begin = time.monotonic()
+        idle.after_idle(None, None)
+        return time.monotonic() - begin
+
+    naps = [nap() for _ in range(9)]
+    assert all(slept >= 0.9e-3 * 2**n for n, slept in enumerate(naps[:6])), naps
+    rooms = Rooms()
+    status = (CommonKVManager.update_status, rooms, 7, KVPoll.Success)
+    worker = threading.Timer(0.05, streams.status_changed, status)
+    worker.start()
+    assert nap() < 0.4
+    assert rooms.check_status(7) == KVPoll.Success
+    worker.join()
+    assert nap() < 0.1  # soon: what belongs to it may follow
+    streams.status_changed(*status)
+    streams.status_changed(*status)  # rings already
+    nap()
+    assert 0.9e-3 <= nap() < 0.1  # silent again
