@@ -217,6 +217,7 @@ class PrefillSeam(ingress.Seam):
             if (
                 other is not req
                 and known <= req.disagg_decode_prefix_len
+                and other.origin_input_ids[known - page : known] == ids[known - page : known]  # nearly always enough
                 and other.origin_input_ids[:known] == ids[:known]
                 and (other.extra_key, other.cache_salt) == (req.extra_key, req.cache_salt)
                 and self._sessions_of(room) == sessions
