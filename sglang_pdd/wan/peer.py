@@ -210,10 +210,14 @@ class Peer:
             known = self._rooms.get(frame.room.id)
             if frame.attempts >= MAX_ATTEMPTS and known is not None and known.room is frame.room:
                 self._end(known, "failed", f"a frame was sent {frame.attempts} times in vain")
-        self.controls |= self._cancelling  # the cancellation, or its answer, may have been lost with the stream
+        self.cancel_again()  # the cancellation, or its answer, may have been lost with the stream
         if all_down and self.down_since is None:
             self.down_since = time.monotonic()
         return again
+
+    def cancel_again(self) -> None:
+        """Whoever was to answer may have broken down: the peer may have been told before it knew of a broken stream."""
+        self.controls |= self._cancelling
 
     def check(self, now: float) -> None:
         """Away for too long?"""
