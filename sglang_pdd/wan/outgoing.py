@@ -236,8 +236,6 @@ class Outgoing(threading.Thread):
         silent = now - self._progress
         if not (self._flying or self._views or self._pinged):
             if silent >= self._tuning.idle_s:
-                with self._sender.change:
-                    self.peer.cancel_again()
                 self._views, self._pinged, self._progress = [memoryview(encode(Ping()))], True, now
                 self._look(stream)
                 return 0.0

@@ -200,6 +200,9 @@ class Peer:
         with self._change:
             self._remote = Remote(self._bases, shape)
             self.down_since = None
+            # Only now has the peer let go of the stream that this one replaces. While that one was still being written
+            # a cancellation got no answer, and whoever was to give it later has broken down.
+            self.controls |= self._cancelling
             self._change.notify_all()
 
     def lost(self, frames: Iterable[Frame], *, all_down: bool) -> int:
@@ -210,14 +213,10 @@ class Peer:
             known = self._rooms.get(frame.room.id)
             if frame.attempts >= MAX_ATTEMPTS and known is not None and known.room is frame.room:
                 self._end(known, "failed", f"a frame was sent {frame.attempts} times in vain")
-        self.cancel_again()  # the cancellation, or its answer, may have been lost with the stream
+        self.controls |= self._cancelling  # the cancellation, or its answer, may have been lost with the stream
         if all_down and self.down_since is None:
             self.down_since = time.monotonic()
         return again
-
-    def cancel_again(self) -> None:
-        """Whoever was to answer may have broken down: the peer may have been told before it knew of a broken stream."""
-        self.controls |= self._cancelling
 
     def check(self, now: float) -> None:
         """Away for too long?"""
