@@ -1,11 +1,12 @@
-"""The KV streams on an emulated WAN, beside plain TCP streams and Mooncake on the same link. Needs root.
+"""The KV streams on an emulated WAN, beside plain TCP streams, Mooncake and NIXL on the same link. Needs root.
 
 goodput: the same bytes with 1, 4 and 8 plain TCP streams out of contiguous memory, with our streams from and into
     shuffled blocks of 4, 16 and 64 KB, and with TLS. Kinds take turns.
 ids: what a message of token ids suffers beside a push that saturates the link, paced to 90 % of it and unpaced.
 mix: what small transfers suffer beside large ones.
 rough: 1 % loss and 20 ms jitter; is everything complete, and equal?
-engines: goodput, with Mooncake's engine as installed and tuned as well.
+engines: goodput, with SGLang's engines as well: Mooncake as installed and tuned, and NIXL where it is installed (pip
+    install '.[nixl]').
 
 Writes all samples and a table to ``out/transport``. What is measured already is not measured again, so it can be broken
 off at any time. Let the machine do nothing else meanwhile.
@@ -46,7 +47,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     add("--reps", type=int, default=5, help="default: %(default)s")
     add("--streams", type=int, default=8, help="ours (default: %(default)s)")
     add("--ids-s", type=float, default=3.0, help="seconds of messages of each kind and repetition")
-    add("--engine-s", type=float, default=12.0, help="seconds for each kind of Mooncake's (default: %(default)s)")
+    add("--engine-s", type=float, default=12.0, help="seconds for each kind of an engine (default: %(default)s)")
     add("--busy", action="store_true", help="another Python thread is always running at both ends")
     add("--minutes", type=float, help="begin nothing more after so long; run it again for the rest")
     add("--again", action="store_true", help="measure again what is measured already")

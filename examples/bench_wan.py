@@ -251,6 +251,7 @@ def measure(args: argparse.Namespace, results: Results, say: report.Say) -> None
     say(f"{len(cells)} measurements, {len(missing)} to do")
     if not missing:
         return
+    done = len(cells) - len(missing)
     with ExitStack() as stack:
         wan = stack.enter_context(Wan(1000, 1, realtime=True))
         stack.enter_context(wan.inside("b"))
@@ -267,13 +268,14 @@ def measure(args: argparse.Namespace, results: Results, say: report.Say) -> None
                 for arm in bench.arms.values():
                     bench.ask(arm, workloads.warm_up(bench.sizes, 2 * 10**8 + int(time.time())))
                 for cell in some:
+                    done += 1
                     try:
                         row = bench.measure(cell)
                     except Incomplete as error:  # a router can meet a connection that its server has just closed
                         say(f"again: {error}")
                         row = bench.measure(cell, attempt=1)
                     results.add(row)
-                    say(f"{len(results.rows)}/{len(cells)} {report.line(row)}")
+                    say(f"{done}/{len(cells)} {report.line(row)}")
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:

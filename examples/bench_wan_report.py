@@ -231,7 +231,9 @@ def picture(path: Path, rows: Sequence[Row]) -> None:
     import matplotlib.pyplot as plt
 
     names = [name for name in KINDS if any(row["workload"] == name for row in rows)]
-    figure, axes = plt.subplots(1, len(names), figsize=(4 * len(names), 4.2), sharey=True, squeeze=False)
+    figure, axes = plt.subplots(
+        1, len(names), figsize=(4 * len(names), 4.2), sharey=True, squeeze=False, layout="constrained"
+    )
     for axis, name in zip(axes[0], names, strict=True):
         groups = list(_groups(name, rows))
         links = list(dict.fromkeys(link for link, arm, _ in groups if arm != "lan"))
@@ -253,7 +255,6 @@ def picture(path: Path, rows: Sequence[Row]) -> None:
     axes[0][0].set_ylabel("TTFT in s: P50 (dot) to P99 (bar)")
     for arm, label in ARMS.items():
         axes[0][-1].plot([], [], "o-", color=COLOURS[arm], label=label)
-    axes[0][-1].legend(fontsize=8, loc="upper right")
-    figure.tight_layout()
+    figure.legend(loc="outside upper center", ncols=len(ARMS))
     figure.savefig(path, dpi=130)
     plt.close(figure)

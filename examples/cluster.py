@@ -414,6 +414,10 @@ class Running:
             timeline = self.folder / f"{name}.jsonl"
             command += ["--pdd-timeline", str(timeline)]
         env = {**CPU_ENV, "TMPDIR": str(self.temp)}
+        if (
+            spec.kind != "pdd"
+        ):  # PDD does so itself; else a request is lost whenever the router was idle for five seconds
+            env["SGLANG_TIMEOUT_KEEP_ALIVE"] = "120"
         if site.host != HOST:
             env["SGLANG_HOST_IP"] = site.host  # else SGLang finds one by itself, and there may be no route to it
         if tp > 1:

@@ -8,6 +8,7 @@ seconds: all ends share it.
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import itertools
 import json
@@ -19,6 +20,7 @@ import struct
 import sys
 import threading
 import time
+import unittest.mock
 import zlib
 from collections.abc import Sequence
 from typing import Any
@@ -41,6 +43,8 @@ FRAME = 1 << 20
 PATIENCE_S = 120.0
 IDS = tuple(range(100))
 BETWEEN_IDS_S = 0.005
+NIXL_SLEEP_US = 10_000  # at most; whatever comes in wakes it
+NIXL_POLL_S = 0.0005
 
 Block = tuple[int, int, int]  # source address, target address, bytes
 
@@ -266,10 +270,10 @@ class Source:
         return self.peers[kind, rate]
 
 
-# --- Mooncake's transfer engine ---------------------------------------------------------------------------------
+# --- Mooncake's transfer engine, and NIXL -----------------------------------------------------------------------
 
 
-def _engine(host: str, memory: Memory) -> Any:
+def _mooncake(host: str, memory: Memory) -> Any:
     from mooncake.engine import TransferEngine
 
     engine = TransferEngine()
@@ -281,20 +285,20 @@ def _engine(host: str, memory: Memory) -> Any:
     return engine
 
 
-class EngineTarget:
+class MooncakeTarget:
     def __init__(self, host: str, mib: int, **_: Any) -> None:
         self.memory = Memory(mib, content=False)
-        self.engine = _engine(host, self.memory)
+        self.engine = _mooncake(host, self.memory)
         self.hello = {"session": f"{host}:{self.engine.get_rpc_port()}", "bases": self.memory.bases}
 
     def sums(self) -> list[int]:
         return self.memory.sums()
 
 
-class EngineSource:
+class MooncakeSource:
     def __init__(self, host: str, mib: int, there: dict[str, Any], **_: Any) -> None:
         self.memory = Memory(mib, content=True)
-        self.engine = _engine(host, self.memory)
+        self.engine = _mooncake(host, self.memory)
         self.there = there
         self.hello = None
 
@@ -305,6 +309,71 @@ class EngineSource:
         status = self.engine.batch_transfer_sync_write(self.there["session"], *columns)
         seconds = time.monotonic() - begun
         return {"s": seconds, "ending": int(status), "sums": self.memory.sums_after(room, block)}
+
+
+class Nixl:
+    """Its agent with UCX. Its thread sleeps while nothing moves, as on the plugin's CPU platform: else it keeps a core
+    busy that the other ends need."""
+
+    def __init__(self, name: str, memory: Memory) -> None:
+        from nixl import _bindings
+        from nixl._api import nixl_agent, nixl_agent_config
+
+        class Sleeping(_bindings.nixlAgentConfig):  # type: ignore[misc]
+            def __setattr__(self, key: str, value: Any) -> None:
+                super().__setattr__(key, NIXL_SLEEP_US if key == "pthrDelay" else value)
+
+        with unittest.mock.patch.object(_bindings, "nixlAgentConfig", Sleeping):
+            self.agent = nixl_agent(name, nixl_agent_config(backends=["UCX"]))
+        rows = [(address, len(layer), 0, "") for address, layer in zip(memory.bases, memory.layers, strict=True)]
+        if not self.agent.register_memory(rows, "DRAM"):
+            raise SystemExit("NIXL cannot register memory")
+
+
+class NixlTarget:
+    def __init__(self, mib: int, **_: Any) -> None:
+        self.memory = Memory(mib, content=False)
+        self.nixl = Nixl("md", self.memory)
+        metadata = base64.b64encode(self.nixl.agent.get_agent_metadata()).decode()
+        self.hello = {"metadata": metadata, "bases": self.memory.bases}
+
+    def sums(self) -> list[int]:
+        return self.memory.sums()
+
+
+class NixlSource:
+    def __init__(self, mib: int, there: dict[str, Any], **_: Any) -> None:
+        self.memory = Memory(mib, content=True)
+        self.nixl = Nixl("p", self.memory)
+        self.there = there
+        self.peer = self.nixl.agent.add_remote_agent(base64.b64decode(there["metadata"]))
+        self.lists: dict[int, tuple[Any, Any]] = {}  # by size of a block: all of them, here and there
+        self.hello = None
+
+    def push(self, room: int, block: int) -> dict[str, Any]:
+        """As `Source.push`; one transfer of prepared places, as SGLang makes it for a chunk. ``ending``: 0 is good."""
+        agent, layer = self.nixl.agent, len(self.memory.layers[0])
+        if block not in self.lists:
+            near, far = (
+                [(base + at, block, 0) for base in bases for at in range(0, layer, block)]
+                for bases in (self.memory.bases, self.there["bases"])
+            )
+            self.lists[block] = agent.prep_xfer_dlist("", near, "DRAM"), agent.prep_xfer_dlist(self.peer, far, "DRAM")
+        near_at, far_at = (
+            [first + each for first in range(0, LAYERS * len(half), len(half)) for each in half]
+            for half in moves(room, block, layer)
+        )
+        near_list, far_list = self.lists[block]
+        begun = time.monotonic()
+        handle = agent.make_prepped_xfer("WRITE", near_list, near_at, far_list, far_at)
+        state = agent.transfer(handle)
+        while state == "PROC":
+            time.sleep(NIXL_POLL_S)
+            state = agent.check_xfer_state(handle)
+        seconds = time.monotonic() - begun
+        handle.release()
+        ending = 0 if state == "DONE" else state
+        return {"s": seconds, "ending": ending, "sums": self.memory.sums_after(room, block)}
 
 
 # --- token ids: PDD's own endpoint and message ------------------------------------------------------------------
@@ -379,8 +448,10 @@ def hurry() -> None:
 ROLES: dict[str, Any] = {
     "target": Target,
     "source": Source,
-    "engine-target": EngineTarget,
-    "engine-source": EngineSource,
+    "mooncake-target": MooncakeTarget,
+    "mooncake-source": MooncakeSource,
+    "nixl-target": NixlTarget,
+    "nixl-source": NixlSource,
     "listener": Listener,
     "speaker": Speaker,
 }

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
+from importlib.util import find_spec
 from itertools import count
 from pathlib import Path
 from typing import Any, Literal
@@ -30,7 +31,11 @@ PACED_SHARE = 0.9  # of the link
 PLAIN = (1, 4, 8)  # streams
 BLOCKS = (4 << 10, 16 << 10, 64 << 10)
 TLS_BLOCK = 64 << 10
-ENGINES = {"Mooncake": None, "Mooncake tuned": 16}  # lanes
+ENGINES: dict[str, tuple[str, dict[str, str]]] = {  # role and environment
+    "Mooncake": ("mooncake", mooncake_environment(None)),
+    "Mooncake tuned": ("mooncake", mooncake_environment(16)),
+    "NIXL": ("nixl", {"UCX_TLS": "tcp"}),
+}
 SMALL_PAGES, SMALL_EVERY_S, SMALL_COUNT = 1, 0.02, 200  # of each layer; between two; of each kind and repetition
 COLD = 16 << 20  # bytes
 
@@ -57,7 +62,7 @@ class Cell:
 
 @dataclass(frozen=True)
 class Setting:
-    """How all cells are measured. ``engine_s``: seconds that each kind of Mooncake's gets."""
+    """How all cells are measured. ``engine_s``: seconds that each kind of an engine gets."""
 
     mib: int
     reps: int
@@ -148,6 +153,7 @@ class Link:
             queue_kb = 4096 * max(1, cell.rate_mbps / 1000)
             self.wan = stack.enter_context(Wan(cell.rate_mbps, cell.rtt_ms / 2, queue_kb, realtime=True))
             self.wan.set("ab", loss=cell.loss, jitter_ms=cell.jitter_ms)
+            self.wan.set_congestion(cell.congestion)
             self._common = {**asdict(self.setting), "keys": folder, "congestion": cell.congestion}
             self.target = self.start("b", "target")
             self.source = self.start("a", "source", there=self.target.hello)
@@ -203,18 +209,19 @@ class Saturated:
 
 
 class Engine:
-    """Mooncake's transfer engine at both ends; started anew when it is stuck."""
+    """A transfer engine of SGLang's at both ends; started anew when it is stuck."""
 
-    def __init__(self, link: Link, lanes: int | None) -> None:
+    def __init__(self, link: Link, role: str, env: Mapping[str, str]) -> None:
         self._link = link
-        self._env = mooncake_environment(lanes)
+        self._role = role
+        self._env = env
         self._ends: tuple[End, End] | None = None
 
     def push(self, block: int, patience_s: float) -> dict[str, Any]:
         """All memory. ``s`` is None if it has failed, and why is said."""
         if self._ends is None:
-            target = self._link.start("b", "engine-target", self._env)
-            self._ends = target, self._link.start("a", "engine-source", self._env, there=target.hello)
+            target = self._link.start("b", f"{self._role}-target", self._env)
+            self._ends = target, self._link.start("a", f"{self._role}-source", self._env, there=target.hello)
         target, source = self._ends
         room = next(self._link.rooms)
         try:
@@ -237,7 +244,7 @@ class Engine:
 def goodput(link: Link, say: Say) -> dict[str, Any]:
     """Each kind in turn, once more than ``reps`` times: the first push opens connections and windows. Seconds.
 
-    Part ``engines`` has Mooncake's kinds as well.
+    Part ``engines`` has the kinds of SGLang's engines as well.
     """
     setting = link.setting
     kinds: dict[str, Callable[[], dict[str, Any]]] = {
@@ -247,15 +254,20 @@ def goodput(link: Link, say: Say) -> dict[str, Any]:
     for block in BLOCKS:
         kinds[f"stream {block >> 10}K"] = lambda b=block: link.push("stream", b)  # type: ignore[misc]
     kinds["TLS"] = lambda: link.push("tls", TLS_BLOCK)
-    engines = {name: Engine(link, lanes) for name, lanes in ENGINES.items()} if link.cell.part == "engines" else {}
-    for name, engine in engines.items():
+    theirs = set()
+    for name, (role, env) in ENGINES.items() if link.cell.part == "engines" else ():
+        if find_spec(role) is None:
+            say(f"{name} is left out: it is not installed")
+            continue
+        engine = Engine(link, role, env)
         for block in reversed(BLOCKS):
-            kinds[f"{name} {block >> 10}K"] = lambda e=engine, b=block: e.push(b, setting.engine_s)  # type: ignore[misc]
+            theirs.add(kind := f"{name} {block >> 10}K")
+            kinds[kind] = lambda e=engine, b=block: e.push(b, setting.engine_s)  # type: ignore[misc]
     runs: dict[str, list[dict[str, Any]]] = {name: [] for name in kinds}
     for rep in range(setting.reps + 1):
         for name, kind in kinds.items():
             done = runs[name]
-            if name.startswith("Mooncake") and (
+            if name in theirs and (
                 any(run["s"] is None for run in done) or sum(run["s"] for run in done) > setting.engine_s / 2
             ):
                 continue  # it is slow enough to be seen as such

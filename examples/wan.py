@@ -202,6 +202,15 @@ class Wan:
         if answer.strip() != "ok":
             raise WanError(f"cannot set {values}")
 
+    def set_congestion(self, name: str) -> None:
+        """The congestion control of all connections over the link whose program chooses none."""
+        for side, namespace in self.namespaces.items():
+            address = self.address(side)
+            subnet = f"{address.rsplit('.', 1)[0]}.0/24"
+            route = ["route", "replace", subnet, "dev", "wan0", "src", address, "congctl", name]
+            if (result := _ip("-n", namespace, *route)).returncode != 0:
+                raise WanError(f"no congestion control {name}: {result.stderr.strip()}")
+
     def stats(self) -> dict[str, Any]:
         """Settings and counters of ``ab`` and ``ba``; ``bytes`` are of IP packets."""
         stats: dict[str, Any] = json.loads(self._ask("stats"))

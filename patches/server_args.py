@@ -80,6 +80,10 @@ _DEFERRED = "SGLANG_DISAGGREGATION_DEFERRED_DECODE_KV_RELEASE"
 _RELEASE = _DEFERRED + "_TIMEOUT"
 # By then the kernel has given up whatever a connection had on its way (tcp_retries2).
 TCP_GIVES_UP = 960.0
+# A server that closes an idle connection loses the request that its router sends at that moment, which is as long as a
+# round trip; main decode would then wait for KV for minutes. Longer than what clients keep (90 s in hyper's and Go's
+# pools), so that they close first.
+_KEEP_ALIVE, _KEEP_ALIVE_S = "SGLANG_TIMEOUT_KEEP_ALIVE", 120
 _UNSERVED_ENVIRONMENT = (
     "SGLANG_RUST_SERVER",
     "SGLANG_DISAGG_STAGING_BUFFER",
@@ -120,6 +124,7 @@ def take_flags(_: type, args: argparse.Namespace) -> None:
     if not config.active:
         return
     os.environ.update(config.to_env())
+    os.environ.setdefault(_KEEP_ALIVE, str(_KEEP_ALIVE_S))
     os.environ[CHECKED] = "1"
     if config.role in ("prefill", "relay"):
         Drain.create()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import http.client
 import itertools
 import random
 import secrets
@@ -10,6 +11,7 @@ import time
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
+from urllib.parse import urlsplit
 
 import openai
 import pytest
@@ -186,3 +188,17 @@ def test_an_answer_that_ends_while_it_is_taken_over(served: Served) -> None:
     right = [*(ID[word] for word in task.answer.split()), EOS]
     assert all(answer["output_ids"] == right for answer in found)
     wait(lambda: not served.held() or None, 45, "everything given back", served.held)
+
+
+def test_an_idle_connection_stays_open(served: Served) -> None:
+    """SGLang closes it after five seconds; a router that sends at that moment loses its request."""
+    servers = (*served.cluster.prefills, *served.cluster.mains)
+    idle = [http.client.HTTPConnection(urlsplit(server.url).netloc, timeout=10) for server in servers]
+    for wait_s in (6, 0):
+        for connection in idle:
+            connection.request("GET", "/health")
+            reply = connection.getresponse()
+            assert (reply.status, reply.read(), reply.will_close) == (200, b"", False)
+        time.sleep(wait_s)
+    for connection in idle:
+        connection.close()

@@ -15,7 +15,7 @@ from sglang_pdd.patches.table import ENTRIES
 
 # What the launcher does before it loads a model, then a look at what became of the process.
 LAUNCH = """
-import sys, warnings
+import os, sys, warnings
 warnings.simplefilter("ignore")
 from sglang.srt.plugins import load_plugins
 load_plugins()
@@ -23,6 +23,7 @@ from sglang.srt.plugins.hook_registry import HookRegistry
 from sglang.srt.server_args import ServerArgs, prepare_server_args
 args = prepare_server_args(sys.argv[1:])
 print("mode", args.disaggregation_mode, "radix", args.disaggregation_decode_enable_radix_cache)
+print("keep-alive", os.environ.get("SGLANG_TIMEOUT_KEEP_ALIVE"))
 print("hooks", sorted(HookRegistry._hooks))
 print("ours", sorted(name for name in sys.modules if name.startswith("sglang_pdd")))
 print("wrapped", [name for name in ("add_cli_args", "from_cli_args", "resolve_once")
@@ -57,7 +58,7 @@ def launched(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Mapping[str, 
         "others": (model, LAUNCH, {"PDD_PORT": "tcp://10.0.0.1:9310", "SGLANG_PLUGINS": "pdd"}),
         "help": (("--help",), LAUNCH, {}),
         "flag": (main, LAUNCH, {}),
-        "environment": (model, LAUNCH, {"PDD_ROLE": "main"}),
+        "environment": (model, LAUNCH, {"PDD_ROLE": "main", "SGLANG_TIMEOUT_KEEP_ALIVE": "30"}),
         "config file": ((*model, "--config", str(config)), LAUNCH, {}),
         "mistakes": ((), f"import io, sys; sys.stdin = io.StringIO({mistakes!r})\n{REFUSALS}", {}),
         **{name: (main, LAUNCH, {name: "1"}) for name in UNSERVED},
@@ -73,6 +74,7 @@ def test_off(launched: Mapping[str, Future[Done]]):
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines() == [
         "mode null radix False",
+        "keep-alive None",
         "hooks []",
         "ours ['sglang_pdd', 'sglang_pdd.patches', 'sglang_pdd.patches.platform', 'sglang_pdd.plugin']",
         "wrapped []",
@@ -98,6 +100,7 @@ def test_on(by: str, launched: Mapping[str, Future[Done]]):
     done = launched[by].result()
     assert done.returncode == 0, done.stderr
     assert "mode decode radix True" in done.stdout
+    assert f"keep-alive {30 if by == 'environment' else 120}" in done.stdout, "what is given wins"
     assert "wrapped ['add_cli_args', 'from_cli_args', 'resolve_once']" in done.stdout
 
 

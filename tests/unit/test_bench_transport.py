@@ -51,9 +51,10 @@ def test_goodput_is_a_share_of_the_best_plain_median_and_the_first_push_does_not
         "Mooncake 64K": runs(4),
         "Mooncake 16K": [{"s": None, "why": "error -1 after 2.0 s"}],
         "Mooncake 4K": [{"s": None, "why": "> 12 s"}],
+        "NIXL 64K": runs(9, 1.25),
     }
     text = transport_report.text({"cells": {"one": measured}})
-    assert "| 0.80 | 1.00 | 2.00 | F (< 0.08) | F | 0.25 | - | - | - |" in text
+    assert "| 0.80 | 1.00 | 2.00 | F (< 0.08) | F | 0.25 | - | - | - | - | - | 0.80 |" in text
 
 
 def test_delays_are_medians_of_each_repetitions_p99() -> None:
