@@ -41,7 +41,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     add("--parts", type=words, default=list(get_args(Part)), help="default: all")
     add("--rates", type=numbers, default=[1000.0, 4000.0], help="Mbit/s (default: 1000,4000)")
     add("--rtts", type=numbers, default=[10.0, 20.0, 40.0], help="ms, of goodput and engines (default: 10,20,40)")
-    add("--losses", type=numbers, default=[0.0, 0.001], help="of a segment, of goodput (default: 0,0.001)")
+    add("--losses", type=numbers, default=[0.0, 0.001], help="of a segment, of goodput and engines (default: 0,0.001)")
     add("--congestion", default="bbr", help="of plain streams and ours (default: %(default)s)")
     add("--mib", type=int, default=64, help="of a push (default: %(default)s)")
     add("--reps", type=int, default=5, help="default: %(default)s")
@@ -63,18 +63,15 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 def cells(args: argparse.Namespace) -> list[Cell]:
     """All that was asked for."""
     found = []
-    if "goodput" in args.parts:
-        links = product(args.losses, args.rates, args.rtts)
-        found += [Cell("goodput", rate, rtt, loss, congestion=args.congestion) for loss, rate, rtt in links]
+    links = list(product(args.losses, args.rates, args.rtts))
+    for part in ("goodput", "engines"):
+        if part in args.parts:
+            found += [Cell(part, rate, rtt, loss, congestion=args.congestion) for loss, rate, rtt in links]
     for part in ("ids", "mix"):
         if part in args.parts:
             found += [Cell(part, rate, 20.0, congestion=args.congestion) for rate in args.rates]
     if "rough" in args.parts:
         found.append(Cell("rough", args.rates[0], 20.0, 0.01, 20.0, args.congestion))
-    if "engines" in args.parts:
-        found += [
-            Cell("engines", rate, rtt, congestion=args.congestion) for rate, rtt in product(args.rates, args.rtts)
-        ]
     return found
 
 
