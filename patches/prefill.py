@@ -1,4 +1,7 @@
-"""P's seam: a request's way, the first token, the early end of the HTTP response. What goes to a relay: `fanout.py`."""
+"""P's seam: a request's way, the first token, the early end of the HTTP response.
+
+What goes to a relay: `fanout.py`. Who waits for whom: `followers.py`. What nobody waits for: `unwanted.py`.
+"""
 
 from __future__ import annotations
 
@@ -16,14 +19,14 @@ from sglang_pdd.drc import hit_bin, waiting_tokens
 from sglang_pdd.patches import ingress, lanes, pool, streams
 from sglang_pdd.patches.drain import Drain
 from sglang_pdd.patches.fanout import Fanout
+from sglang_pdd.patches.followers import Followers
 from sglang_pdd.patches.logprobs import output_logprobs
 from sglang_pdd.patches.sampling import obstacle, request_of
+from sglang_pdd.patches.unwanted import Unwanted
 from sglang_pdd.prefill import Job, Prefill
 from sglang_pdd.protocol import Chunk
 from sglang_pdd.wan.sender import Sender
 from sglang_pdd.wan.tls import Identity
-
-REMEMBERED = 1024  # words about requests that have not come
 
 
 class PrefillSeam(ingress.Seam):
@@ -32,11 +35,7 @@ class PrefillSeam(ingress.Seam):
         self._requests: dict[int, Any] = {}  # by room, from MD's metadata to the end of MD's copy
         self._queued: set[int] = set()  # rooms whose last chunk is queued
         self._early: set[int] = set()  # rooms whose client need not wait for the copy
-        self._idle: set[int] = set()  # rooms that nobody waits for
-        self._follows: dict[int, Follow] = {}  # by room: of requests that are yet to come here, or to another prefill
-        self._waiting: set[int] = set()  # rooms that can't run before others have landed
         self._relayed: set[int] = set()  # rooms that have, or have had, a relay
-        self._refused = False  # SGLang had no room for the next prompt when it last looked
         self._copies = -1
         self._drain = Drain.open()
         self.machine = Prefill(self.counters, config, self._fingerprint)
@@ -46,8 +45,10 @@ class PrefillSeam(ingress.Seam):
         self._bytes_per_token = (
             self.kv_manager.kv_item_lens_sum / scheduler.token_to_kv_pool_allocator.page_size * get_parallel().tp_size
         )
-        size, ended = self._bytes_per_token, self._copy_ended
-        self.fanout = Fanout(scheduler, self._lanes, size, self.counters, self.timeline, ended, self._waits)
+        self.followers = Followers(scheduler, self._requests, self._sessions_of)
+        self.unwanted = Unwanted(scheduler, self._streams is not None, self.counters, self.timeline)
+        size, ended, waits = self._bytes_per_token, self._copy_ended, self.followers.waits
+        self.fanout = Fanout(scheduler, self._lanes, size, self.counters, self.timeline, ended, waits)
         if self.rank == 0:
             self.connect(self.machine, listen=True)
 
@@ -100,16 +101,13 @@ class PrefillSeam(ingress.Seam):
         sessions = self._sessions_of(room)
         prompt_tokens = len(req.origin_input_ids)
         missing = prompt_tokens - req.disagg_decode_prefix_len
-        leaders = self._leaders(req, sessions)
-        self._idle -= leaders.keys()
+        leaders = self.followers.leaders(req)
+        self.unwanted.rooms -= leaders.keys()
         own, ahead = self._bytes_of_rank(missing), sum(leaders.values())
         landing_ms = self._streams.open(room, own, leaders) if self._streams is not None else None
         if self._streams is not None and (tokens := waiting_tokens(req.rid)) is not None:
             self._streams.urge(room, self._bytes_of_rank(tokens))
-        said = self._follows.pop(room, None)
-        elsewhere = self._elsewhere(said) if said is not None and self._is_theirs(room, said.sessions) else 0
-        if leaders or elsewhere:
-            self._waiting.add(room)
+        elsewhere = self.followers.come(room, leaders)
         if self.node is None:
             return
         if landing_ms is None:
@@ -134,29 +132,15 @@ class PrefillSeam(ingress.Seam):
     def _follow(self, command: Follow) -> None:
         """A request waits for others, of which some, or itself, are another prefill's."""
         room = command.room
-        for leader in [leader for leader, _ in command.leaders if self._is_theirs(leader, command.sessions)]:
-            self._idle.discard(leader)
-            if self._streams is not None:
-                self._streams.urge(leader, self._bytes_of_rank(command.own))
-        if room not in self._requests:
-            self._follows[room] = command
-            if len(self._follows) > REMEMBERED:
-                del self._follows[next(iter(self._follows))]
-            return
-        if not self._is_theirs(room, command.sessions):
-            return
-        self._waiting.add(room)
-        if self.node is not None and room not in self._relayed:
-            landing_ms = self._landing_ms(room, self._elsewhere(command))
+        for leader, _ in command.leaders:
+            if self.followers.is_theirs(leader, command.sessions):
+                self.unwanted.rooms.discard(leader)
+                if self._streams is not None:
+                    self._streams.urge(leader, self._bytes_of_rank(command.own))
+        if self.followers.hear(command) and self.node is not None and room not in self._relayed:
+            landing_ms = self._landing_ms(room, self.followers.elsewhere(command))
             self.timeline.event("reconsidered", room, predicted_ms=round(landing_ms, 1))
             self.do(self.machine.reconsidered(self._job(self._requests[room], landing_ms)))
-
-    def _waits(self, req: Any) -> bool:
-        return req.bootstrap_room in self._waiting
-
-    def _elsewhere(self, command: Follow) -> int:
-        """Tokens that a request waits for and this prefill does not bring, or not yet."""
-        return sum(tokens for leader, tokens in command.leaders if leader not in self._requests)
 
     def _landing_ms(self, room: int, tokens: int) -> float:
         """Until so many tokens more would have landed, if they went from here: other prefills' links are not known."""
@@ -166,64 +150,15 @@ class PrefillSeam(ingress.Seam):
         by_stream = self._streams.landing_ms(room, size) if self._streams is not None else None
         return self._lanes.link(self._sessions_of(room)).landing_ms(size) if by_stream is None else by_stream
 
-    def _is_theirs(self, room: int, sessions: tuple[str, ...]) -> bool:
-        """Is this a request of the main decode that has these engine sessions?"""
-        mine = {*self._sessions_of(room)}
-        return room in self._requests and bool(mine) and mine <= {*sessions}
-
     def _demote(self, command: Demote) -> None:
         """MD's request has ended before its KV landed; or others have come who want that."""
         room = command.room
-        if not self._is_theirs(room, command.sessions):
+        if not self.followers.is_theirs(room, command.sessions):
             return
-        (self._idle.add if command.demoted else self._idle.discard)(room)
+        (self.unwanted.rooms.add if command.demoted else self.unwanted.rooms.discard)(room)
         if self._streams is not None and self._streams.demote(room, command.demoted):
             self.counters.inc("wan.demoted", int(command.demoted))
             self.timeline.event("demoted" if command.demoted else "promoted", room)
-
-    def make_room(self) -> None:
-        """Each step, on all ranks alike: copies that nobody waits for end if others want this pool; or the link, where
-        there are no streams that could put them last."""
-        inflight = self.scheduler.disagg_prefill_inflight_queue
-        idle = [req for req in inflight if req.bootstrap_room in self._idle] if self._idle else []
-        if not idle or not ((self._streams is None and len(inflight) > len(idle)) or self._is_short()):
-            return
-        for room in [req.bootstrap_room for req in idle]:
-            # Unlike the sender's `abort` this tells MD.
-            self.kv_manager.conclude_failure(bootstrap_room=room, failure_reason="nobody waits for it")
-            self.kv_manager.failure_records.pop(room, None)  # so that SGLang does not log it as an error
-            self._idle.discard(room)
-            self.counters.inc("wan.given_up")
-            self.timeline.event("given_up", room)
-
-    def planned(self, batch: Any) -> None:
-        """What SGLang runs next, or None."""
-        self._refused = batch is None and bool(self.scheduler.waiting_queue) and self.scheduler.chunked_req is None
-
-    def _is_short(self) -> bool:
-        """Does the next prompt wait for what copies hold: pages, a row, a metadata slot?"""
-        slots = self.scheduler.req_to_metadata_buffer_idx_allocator.available_size()
-        return self._refused or (slots == 0 and bool(self._queue.queue))
-
-    def _leaders(self, req: Any, sessions: tuple[str, ...]) -> dict[int, int]:
-        """Rooms that must land before this request can run, and how many of their tokens were not sent yet.
-
-        What MD says it holds may still be on its way, for a request that this one shares a prefix with.
-        """
-        page, ids = self.scheduler.token_to_kv_pool_allocator.page_size, req.origin_input_ids
-        leaders = {}
-        for room, other in self._requests.items():
-            known = other.disagg_decode_prefix_len + page  # at least a page of what the other one brings
-            if (
-                other is not req
-                and known <= req.disagg_decode_prefix_len
-                and other.origin_input_ids[known - page : known] == ids[known - page : known]  # nearly always enough
-                and other.origin_input_ids[:known] == ids[:known]
-                and (other.extra_key, other.cache_salt) == (req.extra_key, req.cache_salt)
-                and self._sessions_of(room) == sessions
-            ):
-                leaders[room] = len(other.origin_input_ids) - max(known - page, other.start_send_idx)
-        return leaders
 
     def _bytes_of_rank(self, tokens: int) -> int:
         return int(tokens * self._bytes_per_token / get_parallel().tp_size)
@@ -283,8 +218,8 @@ class PrefillSeam(ingress.Seam):
         """False: it was none of ours."""
         self._early.discard(room)
         self._queued.discard(room)
-        self._idle.discard(room)
-        self._waiting.discard(room)
+        self.unwanted.rooms.discard(room)
+        self.followers.forget(room)
         self._relayed.discard(room)
         if self._requests.pop(room, None) is None:
             return False
@@ -356,7 +291,7 @@ def after_bootstrap(done: bool, queue: Any, req: Any) -> None:
 def after_planning(plan: Any, scheduler: Any, *args: Any, **kwargs: Any) -> None:
     """After ``get_next_disagg_prefill_batch_to_run``."""
     if seam := _seam():
-        seam.planned(plan.batch_to_run)
+        seam.unwanted.planned(plan.batch_to_run)
 
 
 def send_kv_chunk(
@@ -383,7 +318,7 @@ def inflight_queue(
     seam = _seam()
     if seam is None:
         return original(scheduler, rids_to_check)
-    seam.make_room()
+    seam.unwanted.make_room()
     seam.fanout.pump(_stock_send)
     with seam.fanout.keeping():
         done = original(scheduler, rids_to_check)

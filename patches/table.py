@@ -119,6 +119,7 @@ ENTRIES: tuple[Entry, ...] = (
         "(model_config)",
         "the model's kind", process="launcher", kind="function",
     ),
+    *_uses("sglang.srt.environ.Envs", "SGLANG_TIMEOUT_KEEP_ALIVE", "idle HTTP connections stay open", process="launcher"),
     *_uses(
         SERVER_ARGS,
         "attn_cp_size attn_dp_size dcp_size decoupled_spec_role disable_radix_cache "
@@ -335,7 +336,7 @@ ENTRIES: tuple[Entry, ...] = (
     *_uses(NIXL, "agent", "names this engine to P", roles=ROLES),
     _calls(NIXL, "__init__", "(self, args, disaggregation_mode, server_args, is_mla_backend=False)", "the CPU platform says that KV is memory of the host"),
 
-    # --- P: prefill.py, fanout.py
+    # --- P: prefill.py, fanout.py, followers.py, unwanted.py
     _hook(
         BOOTSTRAP_QUEUE, "_process_req",
         "(self, req)",

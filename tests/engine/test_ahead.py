@@ -10,21 +10,17 @@ import pytest
 
 from sglang_pdd.actions import Follow, OpenRelay
 from sglang_pdd.metrics import Counters
-from sglang_pdd.patches import prefill
+from sglang_pdd.patches import followers, prefill
+from sglang_pdd.patches.followers import Followers
 from sglang_pdd.patches.prefill import PrefillSeam
+from sglang_pdd.patches.unwanted import Unwanted
 from sglang_pdd.prefill import Job
 from sglang_pdd.timeline import Timeline
 
 PAGE = 4
 
 
-def seam(*requests: Any) -> Any:
-    made = object.__new__(PrefillSeam)
-    made.scheduler = SimpleNamespace(token_to_kv_pool_allocator=SimpleNamespace(page_size=PAGE))
-    made._requests = {r.bootstrap_room: r for r in requests}
-    made._sessions_of = lambda room: next(r.to for r in requests if r.bootstrap_room == room)  # type: ignore[method-assign]
-    made.counters = Counters()
-    return made
+SCHEDULER = SimpleNamespace(token_to_kv_pool_allocator=SimpleNamespace(page_size=PAGE))
 
 
 def request(room: int, ids: list[int], known: int, sent: int = 0, to: str = "md", **fields: Any) -> Any:
@@ -41,7 +37,8 @@ def request(room: int, ids: list[int], known: int, sent: int = 0, to: str = "md"
 
 
 def ahead(follower: Any, *others: Any) -> int:
-    return sum(seam(follower, *others)._leaders(follower, follower.to).values())
+    requests = {each.bootstrap_room: each for each in (follower, *others)}
+    return sum(Followers(SCHEDULER, requests, lambda room: requests[room].to).leaders(follower).values())
 
 
 SHARED = list(range(100, 140))
@@ -75,11 +72,13 @@ class Node:
         monkeypatch.setattr(prefill, "request_of", lambda req: None)
         monkeypatch.setattr(prefill, "obstacle", lambda req: None)
         self.reqs: dict[int, Any] = {}
-        self.seam = made = seam()
+        self.seam: Any = object.__new__(PrefillSeam)
+        made = self.seam
+        made._requests, made._relayed, made._bytes_per_token = {}, set(), 1.0
         made._sessions_of = lambda room: self.reqs[room].to if room in self.reqs else ()
-        made._idle, made._follows, made._bytes_per_token = set(), {}, 1.0
-        made._relayed, made._waiting = set(), set()
-        made.node, made.timeline = object(), Timeline(None, "prefill", "")
+        made.node, made.timeline, made.counters = object(), Timeline(None, "prefill", ""), Counters()
+        made.followers = Followers(SCHEDULER, made._requests, made._sessions_of)
+        made.unwanted = Unwanted(None, by_stream, made.counters, made.timeline)
         made.machine = SimpleNamespace(bootstrapped=self._asked("new"), reconsidered=self._asked("again"))
         made.do = lambda actions: None
         made.fanout = SimpleNamespace(open=lambda req, relay_room: None)
@@ -98,6 +97,10 @@ class Node:
 
         return asked
 
+    @property
+    def waiting(self) -> set[int]:
+        return {room for room, req in self.reqs.items() if self.seam.followers.waits(req)}
+
     def come(self, req: Any) -> None:
         req.rid = "r"
         self.reqs[req.bootstrap_room] = req
@@ -109,11 +112,11 @@ def test_what_comes_from_another_prefill_is_waited_for_too(monkeypatch: pytest.M
     node = Node(monkeypatch, by_stream)
     node.seam.run(Follow(2, ("md",), 2, ((1, 40), (7, 3))))
     node.come(request(2, [*SHARED, 1, 2], 40))
-    assert node.jobs == [("new", 43.0)] and not node.seam._follows and node.seam._waiting == {2}
+    assert node.jobs == [("new", 43.0)] and node.waiting == {2}
     node.come(request(3, [7, *SHARED, 4], 40))
     assert node.jobs[1:] == [("new", 2.0)]
     node.seam.run(Follow(3, ("md",), 2, ((8, 39),)))
-    assert node.jobs[2:] == [("again", 39.0)] and node.seam._waiting == {2, 3}
+    assert node.jobs[2:] == [("again", 39.0)] and node.waiting == {2, 3}
     node.seam.run(OpenRelay(3, 33))
     node.seam.run(Follow(3, ("md",), 2, ((9, 39),)))
     node.seam.run(Follow(2, ("another",), 1, ((9, 39),)))
@@ -131,22 +134,25 @@ def test_a_leader_is_as_urgent_as_another_prefills_follower(monkeypatch: pytest.
     node = Node(monkeypatch)
     node.come(request(1, [*SHARED, 9], 0))
     node.come(request(5, [7, 8, 9, 7, 8], 0))
-    node.seam._idle = {1, 5}
+    node.seam.unwanted.rooms = {1, 5}
     node.seam.run(Follow(2, ("md",), 4, ((1, 40),)))
     node.seam.run(Follow(6, ("another",), 4, ((5, 5),)))
-    assert node.urged == [(1, 4)] and node.seam._idle == {5}
+    assert node.urged == [(1, 4)] and node.seam.unwanted.rooms == {5}
     assert [how for how, _ in node.jobs] == ["new", "new"]
 
 
 def test_words_about_requests_that_never_come_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
     node = Node(monkeypatch)
-    for room in range(prefill.REMEMBERED + 5):
-        node.seam.run(Follow(room, ("md",), 1, ()))
-    assert len(node.seam._follows) == prefill.REMEMBERED and 4 not in node.seam._follows
+    for room in range(followers.REMEMBERED + 5):
+        node.seam.run(Follow(room, ("md",), 1, ((9999, 7),)))
+    node.come(request(4, [1, 2], 0))
+    node.come(request(5, [1, 2], 0))
+    assert [landing_ms for _, landing_ms in node.jobs] == [2.0, 7.0] and node.waiting == {5}
 
 
 def test_what_main_decode_missed_by_hit_rate() -> None:
-    one = seam()
+    one: Any = object.__new__(PrefillSeam)
+    one.scheduler, one.counters = SCHEDULER, Counters()
     for hit, known in ((0, 0), (912, 800), (996, 992)):
         one._count_hit(
             SimpleNamespace(rid="r", origin_input_ids=range(1000), cached_tokens=hit, disagg_decode_prefix_len=known)

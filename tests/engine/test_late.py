@@ -13,7 +13,7 @@ from test_followers import Main, alone, done, text
 from sglang_pdd.metrics import Counters
 from sglang_pdd.patches import late
 from sglang_pdd.patches.late import Late
-from sglang_pdd.patches.prefill import PrefillSeam
+from sglang_pdd.patches.unwanted import Unwanted
 from sglang_pdd.protocol import Awaited
 from sglang_pdd.timeline import Timeline
 
@@ -157,42 +157,41 @@ def test_an_abort_does_not_see_a_leader_that_has_sampled(
 
 
 class Prefill:
-    """P's seam with copies under way, some of which nobody waits for."""
+    """P with copies under way, some of which nobody waits for."""
 
     def __init__(self, copies: int, idle: int, by_stream: bool = True) -> None:
         self.ended: list[int] = []
         self.slots = 4
-        self.seam = object.__new__(PrefillSeam)
-        self.seam._idle, self.seam._refused = set(range(idle)), False
-        self.seam._streams = SimpleNamespace() if by_stream else None  # type: ignore[assignment]
-        self.seam.counters, self.seam.timeline = Counters(), Timeline(None, "prefill", "")
         self.records: dict[int, str] = {}
         manager = SimpleNamespace(conclude_failure=self._conclude, failure_records=self.records)
-        self.seam.scheduler = SimpleNamespace(
+        self.scheduler = SimpleNamespace(
             disagg_prefill_inflight_queue=[SimpleNamespace(bootstrap_room=room) for room in range(copies)],
             disagg_prefill_bootstrap_queue=SimpleNamespace(queue=[], kv_manager=manager),
             waiting_queue=[],
             chunked_req=None,
             req_to_metadata_buffer_idx_allocator=SimpleNamespace(available_size=lambda: self.slots),
         )
+        self.counters = Counters()
+        self.unwanted = Unwanted(self.scheduler, by_stream, self.counters, Timeline(None, "prefill", ""))
+        self.unwanted.rooms = set(range(idle))
 
     def _conclude(self, *, bootstrap_room: int, failure_reason: str) -> None:
         self.ended.append(bootstrap_room)
         self.records[bootstrap_room] = failure_reason
 
     def step(self) -> list[int]:
-        self.seam.make_room()
+        self.unwanted.make_room()
         assert not self.records, "SGLang would log an error"
         return self.ended
 
 
 def test_p_ends_nothing_that_is_not_in_the_way() -> None:
     prefill = Prefill(copies=3, idle=2)
-    prefill.seam.scheduler.waiting_queue.append(None)
-    prefill.seam.planned(object())
+    prefill.scheduler.waiting_queue.append(None)
+    prefill.unwanted.planned(object())
     assert prefill.step() == []
-    prefill.seam.scheduler.chunked_req = object()
-    prefill.seam.planned(None)
+    prefill.scheduler.chunked_req = object()
+    prefill.unwanted.planned(None)
     assert prefill.step() == []
     assert Prefill(copies=2, idle=2, by_stream=False).step() == []
 
@@ -207,13 +206,13 @@ def test_p_ends_what_others_wait_for_the_memory_of(wanted: str) -> None:
     if wanted == "slot":
         prefill.slots = 0
         assert prefill.step() == []
-        prefill.seam.scheduler.disagg_prefill_bootstrap_queue.queue.append(None)
+        prefill.scheduler.disagg_prefill_bootstrap_queue.queue.append(None)
     else:
-        prefill.seam.scheduler.waiting_queue.append(None)
-        prefill.seam.planned(None)
+        prefill.scheduler.waiting_queue.append(None)
+        prefill.unwanted.planned(None)
     assert prefill.step() == [0, 1]
     assert prefill.step() == [0, 1]  # once
-    assert prefill.seam.counters.get("wan.given_up") == 2
+    assert prefill.counters.get("wan.given_up") == 2
 
 
 def test_what_p_gives_up_is_no_error_of_mds(side: Side) -> None:
