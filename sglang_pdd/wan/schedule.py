@@ -31,6 +31,7 @@ HELP_S = 0.05  # and what has waited for so long there is sent by whoever can: t
 Lane = Literal["any", "small", "large"]
 
 _NEVER = float("inf")
+_TINY = 1e-9
 
 
 class Pace:
@@ -130,6 +131,7 @@ class Link:
     estimate: LinkEstimate = field(default_factory=LinkEstimate)
     rtt: float = 0.0  # seconds
     rooms: dict[int, Room] = field(default_factory=dict)
+    supply: Supply = field(default_factory=lambda: Supply())
     meter: Meter = field(init=False)
 
     def __post_init__(self) -> None:
@@ -147,6 +149,8 @@ class Schedule:
 
     def open(self, link: Link, room: int, promised: int, now: float) -> Room:
         """A room that will need ``promised`` bytes."""
+        if promised:
+            link.supply.awaited(now)
         return link.rooms.setdefault(room, Room(room, link, now, promised))
 
     def submit(self, room: Room, loads: Iterable[Load], now: float, *, last: bool) -> Part:
@@ -156,7 +160,8 @@ class Schedule:
         part = Part(room.parts, total, last)
         room.parts += 1
         room.last = room.last or last
-        room.promised = 0 if last else max(0, room.promised - total)
+        made, room.promised = min(total, room.promised), 0 if last else max(0, room.promised - total)
+        room.link.supply.made(made, now, more=self._awaited(room.link))
         room.queued += total
         room.submitted += total
         room.small = room.promised + room.submitted <= self._small(room.link)
@@ -182,11 +187,13 @@ class Schedule:
         room.frames.clear()
         room.promised = room.queued = 0
         room.cancelled = True
+        room.link.supply.dropped(more=self._awaited(room.link))
         return dropped
 
     def close(self, room: Room) -> None:
         """Forget it."""
         room.link.rooms.pop(room.id, None)
+        room.link.supply.dropped(more=self._awaited(room.link))
 
     # --- frames ---
 
@@ -243,23 +250,33 @@ class Schedule:
     # --- the future ---
 
     def landing(self, link: Link, size: int, now: float, *, room: Room | None = None) -> float:
-        """Seconds until ``size`` bytes, asked for now, will have landed; or until all of ``room`` has.
+        """Seconds from the end of their prefill until ``size`` bytes, asked for now, will have landed; or all of
+        ``room``.
 
-        What goes before them by rank is counted, what may come later is not.
+        What goes before them by rank is counted, what may come later is not. While their prefill waits for that of
+        others, and takes its time, the link goes on with what is there.
         """
         bandwidth = link.estimate.bandwidth
         if link.pace is not None:
             bandwidth = min(bandwidth, link.pace.rate)
         subject = room or Room(-1, link, now, size)
         rank = subject.rank(bandwidth)
-        ahead = sum(
-            other.left
+        ahead = [
+            other
             for other in link.rooms.values()
             if other is not subject and (not other.background or subject.background) and other.rank(bandwidth) <= rank
-        )
-        return (ahead + link.flying + subject.left) / bandwidth + link.rtt / 2
+        ]
+        before = (link.flying + sum(other.left for other in ahead)) / bandwidth
+        if subject.promised:
+            before -= (sum(other.promised for other in ahead) + subject.promised) / link.supply.rate
+        return max(0.0, before) + subject.left / bandwidth + link.rtt / 2
 
     # --- inside ---
+
+    @staticmethod
+    def _awaited(link: Link) -> bool:
+        """Does anything wait for its prefill?"""
+        return any(room.promised for room in link.rooms.values())
 
     def _others_first(self, link: Link, room: Room, now: float) -> bool:
         """Has another link that waits for the same pace somebody to send who goes before this room?"""
@@ -290,6 +307,36 @@ class Schedule:
             return ready[0] if ready else None
         bandwidth = link.estimate.bandwidth
         return min(ready, key=lambda room: (room.background, room.rank(bandwidth)))
+
+
+class Supply:
+    """How fast prefill makes what was promised, leaving out the time in which nothing was."""
+
+    def __init__(self) -> None:
+        self._estimate = LinkEstimate(_NEVER)
+        self._since: float | None = None  # since when something is promised, or since the last of it was made
+
+    @property
+    def rate(self) -> float:
+        """Bytes/s; infinity: not known yet."""
+        return self._estimate.bandwidth
+
+    def awaited(self, now: float) -> None:
+        """Something is promised."""
+        if self._since is None:
+            self._since = now
+
+    def made(self, n: int, now: float, *, more: bool) -> None:
+        """``n`` promised bytes are there; ``more``: others are not."""
+        if self._since is not None:
+            self._estimate.sent(n, max(now - self._since, _TINY), 0)  # of one batch all are there at once
+            self._since = now
+        self.dropped(more=more)
+
+    def dropped(self, *, more: bool) -> None:
+        """Some will never be made."""
+        if not more:
+            self._since = None
 
 
 class Meter:

@@ -251,7 +251,7 @@ def test_a_prompt_for_nobody_gives_way(served: Served) -> None:
 @pytest.mark.on("page1", "tp2", "full-hetero-p2", "full-hetero-md2")
 def test_what_has_landed_of_a_transfer_that_is_cut_off_stays(served: Served) -> None:
     """The client hangs up and asks again: on every rank of MD there are the same whole pages."""
-    task, page = tasks.cold(next(_seeds), 5000, 300), _page(served)
+    task, page = tasks.cold(next(_seeds), 5000, 900), _page(served)  # the answer must not be complete before
     served.reference.answer(task.prompt, limit(task))
     caller = Caller(served.cluster.url, task.prompt)
     room, some = served.room(caller.rid), task.prompt_tokens * _bytes_per_token() // 4

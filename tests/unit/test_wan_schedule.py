@@ -438,6 +438,59 @@ def test_a_paced_link_lands_at_its_pace() -> None:
     assert world.schedule.landing(world.link(pace=Pace(10 * MB)), 10 * MB, 0.0) == pytest.approx(1.01)
 
 
+def test_what_prefill_has_yet_to_make_goes_while_it_makes_it() -> None:
+    world = World()
+    link, schedule = world.link(), world.schedule
+    rooms = [schedule.open(link, n, 50 * MB, 0.0) for n in range(4)]
+    assert schedule.landing(link, 50 * MB, 0.0) == pytest.approx(2.51), "how fast prefill is is not known yet"
+    schedule.submit(rooms[0], loads(50 * MB), 1.0, last=True)
+    assert link.supply.rate == 50 * MB
+    assert schedule.landing(link, 50 * MB, 1.0) == pytest.approx(0.51), (
+        "the link is faster: nothing is left of the others"
+    )
+    link.estimate = LinkEstimate(25 * MB)  # 0.5 s more for each than prefill takes; and 0.5 s less for the last one
+    assert schedule.landing(link, 50 * MB, 1.0) == pytest.approx((4 * 2 - 4) + 2.01)
+    assert schedule.landing(link, 0, 1.0, room=rooms[0]) == pytest.approx(8.01), "it is all there, and is overtaken"
+
+
+def test_the_speed_of_prefill_leaves_out_its_pauses() -> None:
+    schedule, link = Schedule(), Link("md")
+    for start in (0.0, 100.0):
+        one, two, three = (schedule.open(link, int(start) + n, 10 * MB, start) for n in range(3))
+        schedule.submit(one, loads(4 * MB), start + 0.5, last=False)
+        schedule.submit(one, loads(6 * MB), start + 1.0, last=True)
+        schedule.submit(two, loads(10 * MB), start + 1.0, last=True)  # both in one batch
+        schedule.cancel(three)
+    assert link.supply.rate == pytest.approx(20 * MB, rel=0.03), "what is older counts less"
+    schedule.open(link, 7, 0, 200.0)  # MD has all of it
+    schedule.submit(schedule.open(link, 8, 20 * MB, 300.0), loads(MB), 301.0, last=True)  # less than was promised
+    assert 10 * MB < link.supply.rate < 20 * MB
+    schedule.close(schedule.open(link, 9, 20 * MB, 400.0))
+    schedule.submit(schedule.open(link, 10, 100 * MB, 500.0), loads(100 * MB), 505.0, last=True)
+    assert link.supply.rate == pytest.approx(20 * MB, rel=0.1), "nothing was made between 400 and 500"
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.lists(st.integers(1, 60), min_size=1, max_size=12), st.integers(20, 500))
+def test_predictions_hold_beside_a_prefill_that_goes_on(sizes: list[int], speed: int) -> None:
+    """The one who is last in both orders: its KV lands as predicted, or later by the prefill of one of the others, for
+    the first one finds the link idle."""
+    sizes = [*sizes, max(sizes) + 1]
+    world = World()
+    link, schedule, own = world.link(), world.schedule, len(sizes) - 1
+    link.supply.awaited(0.0)
+    link.supply.made(speed * MB, 1.0, more=False)
+    prefilled = 0.0
+    for n, size in enumerate(sizes):
+        predicted = schedule.landing(link, size * MB, 0.0)
+        schedule.open(link, n, size * MB, 0.0)
+        prefilled += size / speed
+        world.at(prefilled, lambda n=n, size=size: void(world.send(link, n, size * MB)))  # type: ignore[misc]
+    world.run()
+    late = world.landed[own] - prefilled - predicted
+    assert -2 * MB / RATE <= late <= max(sizes[:own]) / speed + 2 * MB / RATE
+
+
 @settings(max_examples=30, deadline=None)
 @given(st.lists(st.integers(1, 60), min_size=1, max_size=12))
 def test_predictions_hold_when_nothing_else_comes(sizes: list[int]) -> None:
