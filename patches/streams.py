@@ -22,6 +22,7 @@ from sglang_pdd.protocol import Landing
 from sglang_pdd.wan.frames import room_id
 from sglang_pdd.wan.peer import Peer, Ticket
 from sglang_pdd.wan.regions import BoundsError
+from sglang_pdd.wan.schedule import Room
 from sglang_pdd.wan.sender import Sender
 
 logger = logging.getLogger(__name__)
@@ -165,8 +166,9 @@ class Streams:
             for peer, name in lane.peers.values():
                 peer.urge(name, share)
                 landing_ms = max(landing_ms, peer.landing_ms(room=name))
+        beside: list[Room] = []
         for peer, name in peers.values():
-            peer.open(name, share)
+            peer.open(name, share, beside)
         self._lanes[room] = Lane(self.manager, room, peers)
         return landing_ms
 

@@ -82,12 +82,16 @@ class Peer:
 
     # --- requests -----------------------------------------------------------------------------------------------------
 
-    def open(self, room: int, promised: int = 0) -> None:
+    def open(self, room: int, promised: int = 0, beside: list[Room] | None = None) -> None:
         """``promised`` bytes of this room will be submitted, so its place among the others is known. A room that was
-        over begins anew."""
+        over begins anew.
+
+        Args:
+            beside: what goes to other peers for the same request: they go level. It is added to them.
+        """
         with self._change:
             self._over.pop(room, None)
-            self._room(room, promised)
+            self._room(room, promised, beside)
 
     def submit(self, room: int, blocks: Iterable[Block] | Ints, *, last: bool = False) -> Ticket:
         """Send blocks of (source address, destination address, bytes), the next part of this room; see `plan`.
@@ -274,11 +278,11 @@ class Peer:
                 self._change.wait(left)
             return self._remote is not None
 
-    def _room(self, room: int, promised: int) -> _Open:
+    def _room(self, room: int, promised: int, beside: list[Room] | None = None) -> _Open:
         known = self._rooms.get(room)
         if known is None:
             now = time.monotonic()
-            known = self._rooms[room] = _Open(self._schedule.open(self.link, room, promised, now))
+            known = self._rooms[room] = _Open(self._schedule.open(self.link, room, promised, now, beside))
         return known
 
     def _settle(self, known: _Open, part: Part, now: float) -> None:

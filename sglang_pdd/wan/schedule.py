@@ -103,6 +103,10 @@ class Room:
     frames: deque[Frame] = field(default_factory=deque)
     claims: list[tuple[float, int]] = field(default_factory=list)  # (time, bytes) of those who wait for this one
     predicted: float = 0.0  # when it should have landed, said when the last of it was submitted
+    beside: list[Room] = field(default_factory=list)  # this one, and those of the same request on other links
+
+    def __post_init__(self) -> None:
+        self.beside.append(self)
 
     @property
     def urgent(self) -> bool:
@@ -115,11 +119,12 @@ class Room:
         return self.promised + self.queued
 
     def rank(self, bandwidth: float) -> float:
-        """Low goes first."""
-        own = self.opened + PATIENCE * self.left / bandwidth
+        """Low goes first. A request has landed when all of it has: its rooms on other links are as far behind."""
+        left = max(room.left for room in self.beside)
+        own = self.opened + PATIENCE * left / bandwidth
         if not self.claims:
             return own
-        return min(own, min(time + PATIENCE * min(size, self.left) / bandwidth for time, size in self.claims))
+        return min(own, min(time + PATIENCE * min(size, left) / bandwidth for time, size in self.claims))
 
 
 @dataclass(eq=False, slots=True)
@@ -147,11 +152,14 @@ class Schedule:
 
     # --- rooms ---
 
-    def open(self, link: Link, room: int, promised: int, now: float) -> Room:
-        """A room that will need ``promised`` bytes."""
+    def open(self, link: Link, room: int, promised: int, now: float, beside: list[Room] | None = None) -> Room:
+        """A room that will need ``promised`` bytes. ``beside``: the rooms of the same request on other links; it is
+        added to them."""
         if promised:
             link.supply.awaited(now)
-        return link.rooms.setdefault(room, Room(room, link, now, promised))
+        if room not in link.rooms:
+            link.rooms[room] = Room(room, link, now, promised, beside=[] if beside is None else beside)
+        return link.rooms[room]
 
     def submit(self, room: Room, loads: Iterable[Load], now: float, *, last: bool) -> Part:
         """These bytes exist and may go; they were promised, as far as any were."""
@@ -192,7 +200,8 @@ class Schedule:
 
     def close(self, room: Room) -> None:
         """Forget it."""
-        room.link.rooms.pop(room.id, None)
+        if room.link.rooms.pop(room.id, None) is not None:
+            room.beside.remove(room)
         room.link.supply.dropped(more=self._awaited(room.link))
 
     # --- frames ---
@@ -286,6 +295,9 @@ class Schedule:
             first = self._first(other, now)
             if first is None or until < now:
                 del link.pace.waiting[other]
+            elif first in room.beside:
+                if first.left > room.left:
+                    return True
             elif other is not link and (first.background, first.rank(other.estimate.bandwidth)) < mine:
                 return True
         return False

@@ -288,6 +288,24 @@ def test_on_a_shared_pace_the_shortest_goes_first_too() -> None:
     assert world.landed[1] == pytest.approx(140 / 20, abs=0.2)
 
 
+def test_the_parts_of_a_request_for_several_ranks_go_level() -> None:
+    """What has landed of one that is cut off is what all ranks have."""
+    world, beside = World(), list[Room]()
+    pace = Pace(20 * MB)
+    links = [world.link(name, pace=pace) for name in "ab"]
+    rooms = [world.schedule.open(link, n, 10 * MB, 0.0, beside) for n, link in enumerate(links)]
+    for room in rooms:
+        world.schedule.submit(room, loads(10 * MB), 0.0, last=True)
+        world.kick(room.link)
+    world.send_at(0.2, links[0], 7, 4 * MB)  # goes before both
+    world.run(0.8)
+    sent = [room for _, _, room, _ in world.sent]
+    assert abs(sent.count(0) - sent.count(1)) <= 1 and sent.count(7) == 4 and len(sent) == pytest.approx(16, abs=2)
+    assert beside == rooms
+    world.run()
+    assert not beside and world.landed[0] == pytest.approx(world.landed[1], abs=0.1)
+
+
 def test_a_link_that_has_gone_is_not_waited_for() -> None:
     schedule, pace = Schedule(), Pace(10 * MB)
     dead, alive = Link("a", pace), Link("b", pace)
