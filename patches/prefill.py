@@ -40,11 +40,11 @@ class PrefillSeam(ingress.Seam):
         self._drain = Drain.open()
         self.machine = Prefill(self.counters, config, self._fingerprint)
         self._lanes = lanes.make_lanes(config, self._is_lan, self._sent)
-        self._streams = self._make_streams() if pool.by_stream(scheduler, config) else None
-        streams.streams = self._streams
         self._bytes_per_token = (
             self.kv_manager.kv_item_lens_sum / scheduler.token_to_kv_pool_allocator.page_size * get_parallel().tp_size
         )
+        self._streams = self._make_streams() if pool.by_stream(scheduler, config) else None
+        streams.streams = self._streams
         self.followers = Followers(scheduler, self._requests, self._sessions_of)
         self.unwanted = Unwanted(scheduler, self._streams is not None, self.counters, self.timeline)
         size, ended, waits = self._bytes_per_token, self._copy_ended, self.followers.waits
@@ -60,6 +60,7 @@ class PrefillSeam(ingress.Seam):
             self.counters,
             identity=Identity(keys) if keys else None,
             rate=rate / get_parallel().tp_size if rate else None,
+            batch=self._bytes_of_rank(self.scheduler.chunked_prefill_size or self.scheduler.max_prefill_tokens),
             landed=self._landed,
         )
         return streams.Streams(sender, self.kv_manager)

@@ -147,7 +147,7 @@ class Streams:
         Args:
             leaders: rooms that it waits for: they go as early as it would.
 
-        Returns the milliseconds in which it would have landed if all of it were there; None: it goes by engine.
+        Returns the milliseconds from the end of its prefill until it will have landed; None: it goes by engine.
         """
         self.close(room)
         self._over.pop(room, None)
@@ -173,7 +173,7 @@ class Streams:
         return landing_ms
 
     def landing_ms(self, room: int, size: int) -> float | None:
-        """Milliseconds until ``size`` bytes more would land where this room goes; None: it goes by engine."""
+        """Milliseconds, as in `open`, until ``size`` bytes more would land where this room goes; None: by engine."""
         peers = self._lanes[room].peers.values() if room in self._lanes else ()
         return max((peer.landing_ms(self._share(size, len(peers))) for peer, _ in peers), default=None)
 

@@ -487,6 +487,7 @@ ENTRIES: tuple[Entry, ...] = (
         "what may be read or written", roles=("prefill", "main"),
     ),
     *_uses(KV_MANAGER, "kv_args", "what may be read or written", roles=("prefill", "main")),
+    *_uses(SCHEDULER, "chunked_prefill_size max_prefill_tokens", "how much KV one pass makes", roles=("prefill",)),
     *_uses(SCHEDULER, "disagg_metadata_buffers", "is it memory of the device?", roles=("prefill", "main")),
     *_uses("sglang.srt.disaggregation.utils.MetadataBuffers", "output_ids", "is it memory of the device?", roles=("prefill", "main")),
     *_uses("sglang.srt.mem_cache.allocator.base.BaseTokenToKVPoolAllocator", "device", "where the pool is", roles=("prefill", "main")),

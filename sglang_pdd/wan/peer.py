@@ -65,7 +65,8 @@ class Peer:
         self.name = name
         self.address = address
         self.token = token
-        self.link = Link(name, sender.pace, LinkEstimate(sender.pace.rate if sender.pace else None))
+        estimate = LinkEstimate(sender.pace.rate if sender.pace else None)
+        self.link = Link(name, sender.pace, estimate, batch=sender.batch)
         self.closed = False
         self.down_since: float | None = time.monotonic()  # None while a stream is up
         self.controls: set[int] = set()  # rooms whose cancellation has to be sent
@@ -163,7 +164,8 @@ class Peer:
         self.wake()
 
     def landing_ms(self, size: int = 0, *, room: int | None = None) -> float:
-        """Milliseconds until ``size`` bytes, asked for now, will have landed; or until all of ``room`` has."""
+        """Milliseconds until ``size`` bytes, asked for now, will have landed; or all of ``room``. If their prefill is
+        not over: from its end on."""
         with self._change:
             known = self._rooms.get(room) if room is not None else None
             if room is not None and known is None:

@@ -136,10 +136,12 @@ class Link:
     estimate: LinkEstimate = field(default_factory=LinkEstimate)
     rtt: float = 0.0  # seconds
     rooms: dict[int, Room] = field(default_factory=dict)
-    supply: Supply = field(default_factory=lambda: Supply())
+    batch: float = _NEVER  # bytes of it that one forward pass makes at most
+    supply: Supply = field(init=False)
     meter: Meter = field(init=False)
 
     def __post_init__(self) -> None:
+        self.supply = Supply()
         self.meter = Meter(self.estimate)
 
     @property
@@ -155,9 +157,9 @@ class Schedule:
     def open(self, link: Link, room: int, promised: int, now: float, beside: list[Room] | None = None) -> Room:
         """A room that will need ``promised`` bytes. ``beside``: the rooms of the same request on other links; it is
         added to them."""
-        if promised:
-            link.supply.awaited(now)
         if room not in link.rooms:
+            if promised:
+                link.supply.promised(now)
             link.rooms[room] = Room(room, link, now, promised, beside=[] if beside is None else beside)
         return link.rooms[room]
 
@@ -169,7 +171,7 @@ class Schedule:
         room.parts += 1
         room.last = room.last or last
         made, room.promised = min(total, room.promised), 0 if last else max(0, room.promised - total)
-        room.link.supply.made(made, now, more=self._awaited(room.link))
+        room.link.supply.made(made, now, more=self._promised(room.link))
         room.queued += total
         room.submitted += total
         room.small = room.promised + room.submitted <= self._small(room.link)
@@ -195,14 +197,14 @@ class Schedule:
         room.frames.clear()
         room.promised = room.queued = 0
         room.cancelled = True
-        room.link.supply.dropped(more=self._awaited(room.link))
+        room.link.supply.dropped(more=self._promised(room.link))
         return dropped
 
     def close(self, room: Room) -> None:
         """Forget it."""
         if room.link.rooms.pop(room.id, None) is not None:
             room.beside.remove(room)
-        room.link.supply.dropped(more=self._awaited(room.link))
+        room.link.supply.dropped(more=self._promised(room.link))
 
     # --- frames ---
 
@@ -259,11 +261,11 @@ class Schedule:
     # --- the future ---
 
     def landing(self, link: Link, size: int, now: float, *, room: Room | None = None) -> float:
-        """Seconds from the end of their prefill until ``size`` bytes, asked for now, will have landed; or all of
-        ``room``.
+        """Seconds until ``size`` bytes, asked for now, will have landed; or all of ``room``. If their prefill is not
+        over: from its end on.
 
-        What goes before them by rank is counted, what may come later is not. While their prefill waits for that of
-        others, and takes its time, the link goes on with what is there.
+        What goes before them by rank is counted, what may come later is not. While prefill is at work the link goes on
+        with what is there.
         """
         bandwidth = link.estimate.bandwidth
         if link.pace is not None:
@@ -275,15 +277,22 @@ class Schedule:
             for other in link.rooms.values()
             if other is not subject and (not other.background or subject.background) and other.rank(bandwidth) <= rank
         ]
-        before = (link.flying + sum(other.left for other in ahead)) / bandwidth
+        before = (link.flying + subject.queued + sum(other.queued for other in ahead)) / bandwidth
+        promised = sum(other.promised for other in ahead)
         if subject.promised:
-            before -= (sum(other.promised for other in ahead) + subject.promised) / link.supply.rate
-        return max(0.0, before) + subject.left / bandwidth + link.rtt / 2
+            for other in ahead:  # in the order in which they came, as prefill takes them
+                before = max(0.0, before - other.promised / link.supply.rate) + other.promised / bandwidth
+            before = max(0.0, before - subject.promised / link.supply.rate)
+            # Of what one pass makes together nothing can go before its end.
+            before = max(before, min(promised, link.batch - subject.promised) / bandwidth)
+        else:
+            before += promised / bandwidth
+        return before + subject.promised / bandwidth + link.rtt / 2
 
     # --- inside ---
 
     @staticmethod
-    def _awaited(link: Link) -> bool:
+    def _promised(link: Link) -> bool:
         """Does anything wait for its prefill?"""
         return any(room.promised for room in link.rooms.values())
 
@@ -324,6 +333,8 @@ class Schedule:
 class Supply:
     """How fast prefill makes what was promised, leaving out the time in which nothing was."""
 
+    LONGEST_S = 2.0  # a standstill of prefill says nothing about its speed
+
     def __init__(self) -> None:
         self._estimate = LinkEstimate(_NEVER)
         self._since: float | None = None  # since when something is promised, or since the last of it was made
@@ -333,15 +344,16 @@ class Supply:
         """Bytes/s; infinity: not known yet."""
         return self._estimate.bandwidth
 
-    def awaited(self, now: float) -> None:
-        """Something is promised."""
+    def promised(self, now: float) -> None:
+        """There is something to be made."""
         if self._since is None:
             self._since = now
 
     def made(self, n: int, now: float, *, more: bool) -> None:
         """``n`` promised bytes are there; ``more``: others are not."""
-        if self._since is not None:
-            self._estimate.sent(n, max(now - self._since, _TINY), 0)  # of one batch all are there at once
+        if self._since is not None and n:
+            seconds = max(now - self._since, _TINY)  # of one batch all are there at once
+            self._estimate.sent(n, min(seconds, self.LONGEST_S), 0)
             self._since = now
         self.dropped(more=more)
 

@@ -459,6 +459,7 @@ def test_a_paced_link_lands_at_its_pace() -> None:
 def test_what_prefill_has_yet_to_make_goes_while_it_makes_it() -> None:
     world = World()
     link, schedule = world.link(), world.schedule
+    link.batch = 50 * MB
     rooms = [schedule.open(link, n, 50 * MB, 0.0) for n in range(4)]
     assert schedule.landing(link, 50 * MB, 0.0) == pytest.approx(2.51), "how fast prefill is is not known yet"
     schedule.submit(rooms[0], loads(50 * MB), 1.0, last=True)
@@ -466,9 +467,32 @@ def test_what_prefill_has_yet_to_make_goes_while_it_makes_it() -> None:
     assert schedule.landing(link, 50 * MB, 1.0) == pytest.approx(0.51), (
         "the link is faster: nothing is left of the others"
     )
-    link.estimate = LinkEstimate(25 * MB)  # 0.5 s more for each than prefill takes; and 0.5 s less for the last one
+    link.estimate = LinkEstimate(25 * MB)  # each takes two seconds of the link, and one of prefill
     assert schedule.landing(link, 50 * MB, 1.0) == pytest.approx((4 * 2 - 4) + 2.01)
+    assert schedule.landing(link, 0, 1.0, room=rooms[1]) == pytest.approx((2 - 1 + 2 - 1 + 2 - 1) + 2.01)
     assert schedule.landing(link, 0, 1.0, room=rooms[0]) == pytest.approx(8.01), "it is all there, and is overtaken"
+
+
+@pytest.mark.parametrize(("batch", "seconds"), [(0, 0.135), (50 * MB, 0.51), (1e12, 1.01)])
+def test_of_what_one_pass_makes_nothing_goes_before_its_end(batch: float, seconds: float) -> None:
+    link = Link("md", estimate=LinkEstimate(RATE), rtt=0.02, batch=batch)
+    link.supply.promised(0.0)
+    link.supply.made(RATE, 1.0, more=False)
+    for n in range(7):
+        Schedule().open(link, n, 12_500_000, 2.0)
+    assert Schedule().landing(link, 12_500_000, 2.0) == pytest.approx(seconds)
+
+
+def test_a_standstill_of_prefill_says_nothing_about_its_speed() -> None:
+    schedule, link = Schedule(), Link("md", estimate=LinkEstimate(RATE), batch=0)
+    for n in range(10):
+        schedule.submit(schedule.open(link, n, 100 * MB, float(n)), [], n + 1.0, last=True)
+    for room in list(link.rooms.values()):
+        schedule.close(room)
+    link.supply.promised(100.0)
+    link.supply.made(20 * MB, 130.0, more=False)
+    schedule.submit(schedule.open(link, 99, 500 * MB, 200.0), loads(500 * MB), 200.0, last=True)
+    assert schedule.landing(link, 20 * MB, 260.0) > 4.5
 
 
 def test_the_speed_of_prefill_leaves_out_its_pauses() -> None:
@@ -476,7 +500,8 @@ def test_the_speed_of_prefill_leaves_out_its_pauses() -> None:
     for start in (0.0, 100.0):
         one, two, three = (schedule.open(link, int(start) + n, 10 * MB, start) for n in range(3))
         schedule.submit(one, loads(4 * MB), start + 0.5, last=False)
-        schedule.submit(one, loads(6 * MB), start + 1.0, last=True)
+        schedule.submit(one, loads(6 * MB), start + 1.0, last=False)
+        schedule.submit(one, loads(1000), start + 1.0, last=True)  # was not promised
         schedule.submit(two, loads(10 * MB), start + 1.0, last=True)  # both in one batch
         schedule.cancel(three)
     assert link.supply.rate == pytest.approx(20 * MB, rel=0.03), "what is older counts less"
@@ -484,19 +509,20 @@ def test_the_speed_of_prefill_leaves_out_its_pauses() -> None:
     schedule.submit(schedule.open(link, 8, 20 * MB, 300.0), loads(MB), 301.0, last=True)  # less than was promised
     assert 10 * MB < link.supply.rate < 20 * MB
     schedule.close(schedule.open(link, 9, 20 * MB, 400.0))
-    schedule.submit(schedule.open(link, 10, 100 * MB, 500.0), loads(100 * MB), 505.0, last=True)
+    for n in range(30):
+        schedule.submit(schedule.open(link, 10 + n, 20 * MB, 500.0 + n), loads(20 * MB), 501.0 + n, last=True)
     assert link.supply.rate == pytest.approx(20 * MB, rel=0.1), "nothing was made between 400 and 500"
 
 
 @settings(max_examples=50, deadline=None)
 @given(st.lists(st.integers(1, 60), min_size=1, max_size=12), st.integers(20, 500))
 def test_predictions_hold_beside_a_prefill_that_goes_on(sizes: list[int], speed: int) -> None:
-    """The one who is last in both orders: its KV lands as predicted, or later by the prefill of one of the others, for
-    the first one finds the link idle."""
+    """Of who is last in both orders."""
     sizes = [*sizes, max(sizes) + 1]
     world = World()
     link, schedule, own = world.link(), world.schedule, len(sizes) - 1
-    link.supply.awaited(0.0)
+    link.batch = 0  # each prompt in a pass of its own
+    link.supply.promised(0.0)
     link.supply.made(speed * MB, 1.0, more=False)
     prefilled = 0.0
     for n, size in enumerate(sizes):
@@ -505,8 +531,7 @@ def test_predictions_hold_beside_a_prefill_that_goes_on(sizes: list[int], speed:
         prefilled += size / speed
         world.at(prefilled, lambda n=n, size=size: void(world.send(link, n, size * MB)))  # type: ignore[misc]
     world.run()
-    late = world.landed[own] - prefilled - predicted
-    assert -2 * MB / RATE <= late <= max(sizes[:own]) / speed + 2 * MB / RATE
+    assert world.landed[own] - prefilled == pytest.approx(predicted, abs=2 * MB / RATE)
 
 
 @settings(max_examples=30, deadline=None)
