@@ -17,7 +17,7 @@ help:
 	@echo "make bench-drc  what main decode's cache costs, and what it spares the WAN (ARGS=--help)"
 	@echo "make bench-wan  beside stock over an emulated WAN (hours; root; goes on where it stopped; ARGS=--help)"
 	@echo "make bench-handoff  what a handoff costs: over a WAN, and to a user (about an hour; root; ARGS=--help)"
-	@echo "make bench-transport  the KV streams on an emulated WAN, beside plain TCP, Mooncake and NIXL (half an hour; root; ARGS=--help)"
+	@echo "make bench-transport  the KV streams on an emulated WAN, beside plain TCP, Mooncake and NIXL (an hour; root; ARGS=--help)"
 
 venv:
 	@.ci/venv

@@ -42,7 +42,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     add("--rates", type=numbers, default=[1000.0, 4000.0], help="Mbit/s (default: 1000,4000)")
     add("--rtts", type=numbers, default=[10.0, 20.0, 40.0], help="ms, of goodput and engines (default: 10,20,40)")
     add("--losses", type=numbers, default=[0.0, 0.001], help="of a segment, of goodput and engines (default: 0,0.001)")
-    add("--congestion", default="bbr", help="of plain streams and ours (default: %(default)s)")
+    add("--congestion", default="bbr", help="of all connections (default: %(default)s)")
     add("--mib", type=int, default=64, help="of a push (default: %(default)s)")
     add("--reps", type=int, default=5, help="default: %(default)s")
     add("--streams", type=int, default=8, help="ours (default: %(default)s)")

@@ -271,7 +271,7 @@ def measure(args: argparse.Namespace, results: Results, say: report.Say) -> None
                     done += 1
                     try:
                         row = bench.measure(cell)
-                    except Incomplete as error:  # a router can meet a connection that its server has just closed
+                    except Incomplete as error:  # an hour's work is not lost for one request
                         say(f"again: {error}")
                         row = bench.measure(cell, attempt=1)
                     results.add(row)

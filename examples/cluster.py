@@ -414,9 +414,8 @@ class Running:
             timeline = self.folder / f"{name}.jsonl"
             command += ["--pdd-timeline", str(timeline)]
         env = {**CPU_ENV, "TMPDIR": str(self.temp)}
-        if (
-            spec.kind != "pdd"
-        ):  # PDD does so itself; else a request is lost whenever the router was idle for five seconds
+        # Else a request is lost now and then after five idle seconds; PDD sees to it by itself.
+        if spec.kind != "pdd":
             env["SGLANG_TIMEOUT_KEEP_ALIVE"] = "120"
         if site.host != HOST:
             env["SGLANG_HOST_IP"] = site.host  # else SGLang finds one by itself, and there may be no route to it

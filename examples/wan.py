@@ -203,7 +203,7 @@ class Wan:
             raise WanError(f"cannot set {values}")
 
     def set_congestion(self, name: str) -> None:
-        """The congestion control of all connections over the link whose program chooses none."""
+        """The congestion control of new connections over the link."""
         for side, namespace in self.namespaces.items():
             address = self.address(side)
             subnet = f"{address.rsplit('.', 1)[0]}.0/24"

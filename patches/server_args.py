@@ -80,9 +80,8 @@ _DEFERRED = "SGLANG_DISAGGREGATION_DEFERRED_DECODE_KV_RELEASE"
 _RELEASE = _DEFERRED + "_TIMEOUT"
 # By then the kernel has given up whatever a connection had on its way (tcp_retries2).
 TCP_GIVES_UP = 960.0
-# A server that closes an idle connection loses the request that its router sends at that moment, which is as long as a
-# round trip; main decode would then wait for KV for minutes. Longer than what clients keep (90 s in hyper's and Go's
-# pools), so that they close first.
+# A server that closes an idle connection loses a request that is on its way to it, and main decode then waits minutes
+# for its KV. Longer than what clients keep (90 s in hyper's and Go's pools), so that they close first.
 _KEEP_ALIVE, _KEEP_ALIVE_S = "SGLANG_TIMEOUT_KEEP_ALIVE", 120
 _UNSERVED_ENVIRONMENT = (
     "SGLANG_RUST_SERVER",

@@ -9,8 +9,10 @@ from sglang_pdd.timeline import Timeline
 
 
 class Unwanted:
-    """Args:
-    by_stream: the link has an order, so that these copies are in nobody's way there.
+    """Rooms of copies that nobody waits for.
+
+    Args:
+        by_stream: the link has an order, so that these copies are in nobody's way there.
     """
 
     def __init__(self, scheduler: Any, by_stream: bool, counters: Counters, timeline: Timeline) -> None:

@@ -121,6 +121,8 @@ def test_what_comes_from_another_prefill_is_waited_for_too(monkeypatch: pytest.M
     node.seam.run(Follow(3, ("md",), 2, ((9, 39),)))
     node.seam.run(Follow(2, ("another",), 1, ((9, 39),)))
     assert len(node.jobs) == 3, "one has a relay, the other one is not this main decode's"
+    node.come(request(2, [*SHARED, 1, 2], 40))
+    assert node.jobs[3:] == [("new", 2.0)], "what was said of a request is said of no other one with its room"
 
 
 def test_a_word_of_another_main_decode_is_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
