@@ -36,6 +36,7 @@ class PrefillSeam(ingress.Seam):
         self._queued: set[int] = set()  # rooms whose last chunk is queued
         self._early: set[int] = set()  # rooms whose client need not wait for the copy
         self._relayed: set[int] = set()  # rooms that have, or have had, a relay
+        self._unplanned: set[int] = set()  # rooms whose prefill has not begun
         self._copies = -1
         self._drain = Drain.open()
         self.machine = Prefill(self.counters, config, self._fingerprint)
@@ -60,7 +61,6 @@ class PrefillSeam(ingress.Seam):
             self.counters,
             identity=Identity(keys) if keys else None,
             rate=rate / get_parallel().tp_size if rate else None,
-            batch=self._bytes_of_rank(self.scheduler.chunked_prefill_size or self.scheduler.max_prefill_tokens),
             landed=self._landed,
         )
         return streams.Streams(sender, self.kv_manager)
@@ -105,7 +105,9 @@ class PrefillSeam(ingress.Seam):
         leaders = self.followers.leaders(req)
         self.unwanted.rooms -= leaders.keys()
         own, ahead = self._bytes_of_rank(missing), sum(leaders.values())
-        landing_ms = self._streams.open(room, own, leaders) if self._streams is not None else None
+        together = self._bytes_of_rank(self._together(missing))
+        self._unplanned.add(room)
+        landing_ms = self._streams.open(room, own, leaders, together) if self._streams is not None else None
         if self._streams is not None and (tokens := waiting_tokens(req.rid)) is not None:
             self._streams.urge(room, self._bytes_of_rank(tokens))
         elsewhere = self.followers.come(room, leaders)
@@ -125,6 +127,19 @@ class PrefillSeam(ingress.Seam):
             predicted_ms=round(landing_ms, 1),
         )
         self.do(self.machine.bootstrapped(self._job(req, landing_ms)))
+
+    def planned(self, batch: Any) -> None:
+        """What SGLang runs next, or None."""
+        self.unwanted.planned(batch)
+        if batch is not None and self._unplanned:
+            self._unplanned -= {req.bootstrap_room for req in batch.reqs}
+
+    def _together(self, missing: int) -> int:
+        """Tokens of others that are prefilled in the same pass as a request that comes now, about."""
+        waiting = (self._requests[room] for room in self._unplanned)
+        tokens = sum(len(req.origin_input_ids) - req.disagg_decode_prefix_len for req in waiting)
+        most = self.scheduler.chunked_prefill_size or self.scheduler.max_prefill_tokens
+        return max(0, min(tokens, most - missing))
 
     def _job(self, req: Any, landing_ms: float) -> Job:
         sessions = self._sessions_of(req.bootstrap_room)
@@ -222,6 +237,7 @@ class PrefillSeam(ingress.Seam):
         self.unwanted.rooms.discard(room)
         self.followers.forget(room)
         self._relayed.discard(room)
+        self._unplanned.discard(room)
         if self._requests.pop(room, None) is None:
             return False
         self._lanes.forget(room)
@@ -292,7 +308,7 @@ def after_bootstrap(done: bool, queue: Any, req: Any) -> None:
 def after_planning(plan: Any, scheduler: Any, *args: Any, **kwargs: Any) -> None:
     """After ``get_next_disagg_prefill_batch_to_run``."""
     if seam := _seam():
-        seam.unwanted.planned(plan.batch_to_run)
+        seam.planned(plan.batch_to_run)
 
 
 def send_kv_chunk(

@@ -141,11 +141,12 @@ class Streams:
         self._landings.update(zip(sessions, landings, strict=False))
         self._drop_unused(sessions)
 
-    def open(self, room: int, size: int, leaders: Iterable[int] = ()) -> float | None:
+    def open(self, room: int, size: int, leaders: Iterable[int] = (), together: int = 0) -> float | None:
         """A room whose metadata has come, and of which about ``size`` bytes will follow.
 
         Args:
             leaders: rooms that it waits for: they go as early as it would.
+            together: bytes of others that are prefilled in the same pass, about.
 
         Returns the milliseconds from the end of its prefill until it will have landed; None: it goes by engine.
         """
@@ -161,7 +162,8 @@ class Streams:
             peers[session] = self._peer(session), name
             self._rooms[name] = room
         share = self._share(size, len(infos))
-        landing_ms = max(peer.landing_ms(share) for peer, _ in peers.values())
+        together = self._share(together, len(infos))
+        landing_ms = max(peer.landing_ms(share, together=together) for peer, _ in peers.values())
         for lane in [self._lanes[leader] for leader in leaders if leader in self._lanes]:
             for peer, name in lane.peers.values():
                 peer.urge(name, share)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections.abc import Iterable, Sequence
@@ -65,8 +66,7 @@ class Peer:
         self.name = name
         self.address = address
         self.token = token
-        estimate = LinkEstimate(sender.pace.rate if sender.pace else None)
-        self.link = Link(name, sender.pace, estimate, batch=sender.batch)
+        self.link = Link(name, sender.pace, LinkEstimate(sender.pace.rate if sender.pace else None))
         self.closed = False
         self.down_since: float | None = time.monotonic()  # None while a stream is up
         self.controls: set[int] = set()  # rooms whose cancellation has to be sent
@@ -163,15 +163,19 @@ class Peer:
                 self._schedule.demote(known.room, demoted)
         self.wake()
 
-    def landing_ms(self, size: int = 0, *, room: int | None = None) -> float:
+    def landing_ms(self, size: int = 0, *, room: int | None = None, together: float = math.inf) -> float:
         """Milliseconds until ``size`` bytes, asked for now, will have landed; or all of ``room``. If their prefill is
-        not over: from its end on."""
+        not over: from its end on.
+
+        Args:
+            together: bytes that prefill makes in the same pass, at most.
+        """
         with self._change:
             known = self._rooms.get(room) if room is not None else None
             if room is not None and known is None:
                 return 0.0  # it is over
             subject = known.room if known is not None else None
-            return self._schedule.landing(self.link, size, time.monotonic(), room=subject) * 1000
+            return self._schedule.landing(self.link, size, time.monotonic(), room=subject, together=together) * 1000
 
     # --- life ---------------------------------------------------------------------------------------------------------
 

@@ -136,7 +136,6 @@ class Link:
     estimate: LinkEstimate = field(default_factory=LinkEstimate)
     rtt: float = 0.0  # seconds
     rooms: dict[int, Room] = field(default_factory=dict)
-    batch: float = _NEVER  # bytes of it that one forward pass makes at most
     supply: Supply = field(init=False)
     meter: Meter = field(init=False)
 
@@ -260,12 +259,17 @@ class Schedule:
 
     # --- the future ---
 
-    def landing(self, link: Link, size: int, now: float, *, room: Room | None = None) -> float:
+    def landing(
+        self, link: Link, size: int, now: float, *, room: Room | None = None, together: float = _NEVER
+    ) -> float:
         """Seconds until ``size`` bytes, asked for now, will have landed; or all of ``room``. If their prefill is not
         over: from its end on.
 
         What goes before them by rank is counted, what may come later is not. While prefill is at work the link goes on
         with what is there.
+
+        Args:
+            together: bytes that prefill makes in the same pass as the last of them, at most: none of them goes before.
         """
         bandwidth = link.estimate.bandwidth
         if link.pace is not None:
@@ -283,8 +287,7 @@ class Schedule:
             for other in ahead:  # in the order in which they came, as prefill takes them
                 before = max(0.0, before - other.promised / link.supply.rate) + other.promised / bandwidth
             before = max(0.0, before - subject.promised / link.supply.rate)
-            # Of what one pass makes together nothing can go before its end.
-            before = max(before, min(promised, link.batch - subject.promised) / bandwidth)
+            before = max(before, min(promised, together) / bandwidth)
         else:
             before += promised / bandwidth
         return before + subject.promised / bandwidth + link.rtt / 2

@@ -24,7 +24,6 @@ class Sender:
         node: this node's id.
         memory: what may be read.
         rate: bytes/s of payload to all peers together; None: no limit.
-        batch: bytes for one peer that one forward pass makes at most, as far as that is known.
         landed: called from a stream's thread with (room, bytes, seconds since they were sent) for every frame that the
             peer has; must be quick.
     """
@@ -38,7 +37,6 @@ class Sender:
         identity: Identity | None = None,
         tuning: Tuning | None = None,
         rate: float | None = None,
-        batch: float = float("inf"),
         landed: Callable[[int, int, float], None] = lambda room, size, seconds: None,
     ) -> None:
         self.node = node
@@ -47,7 +45,6 @@ class Sender:
         self.identity = identity
         self.tuning = tuning or Tuning()
         self.landed = landed
-        self.batch = batch
         self.pace = None
         if rate is not None:
             self.pace = Pace(rate)

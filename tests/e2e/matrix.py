@@ -85,15 +85,17 @@ def _product() -> dict[str, Cluster]:
     return clusters
 
 
-# SGLang sends a block of 256 bytes a token and layer then, and Mooncake over TCP takes its time for each.
+# SGLang sends a block of 256 bytes a token and layer then, and Mooncake over TCP takes its time for each: the copy to a
+# relay of two ranks must still be there first.
 _HETERO = replace(USUAL["tp2"], tp=1, wan_rate_limit=RATE)
+_FOR_RLD2 = replace(_HETERO, wan_rate_limit="6mbit")
 HETERO = {
     "full-hetero-md2": replace(_HETERO, tps={"main": 2}),
     "full-hetero-p2": replace(_HETERO, tps={"prefill": 2}),
-    "full-hetero-rld2": replace(_HETERO, tps={"relay": 2}),
+    "full-hetero-rld2": replace(_FOR_RLD2, tps={"relay": 2}),
     "full-hetero-p2-rld2": replace(_HETERO, tps={"prefill": 2, "relay": 2}),
     "full-hetero-p2-md2": replace(_HETERO, tps={"prefill": 2, "main": 2}),
-    "full-hetero-rld2-md2": replace(_HETERO, tps={"relay": 2, "main": 2}),
+    "full-hetero-rld2-md2": replace(_FOR_RLD2, tps={"relay": 2, "main": 2}),
 }
 _BY_NIXL = ("--disaggregation-transfer-backend", "nixl")
 NIXL = {

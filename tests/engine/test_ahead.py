@@ -68,13 +68,16 @@ class Node:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, by_stream: bool = True) -> None:
         self.jobs: list[tuple[str, float]] = []
         self.urged: list[tuple[int, int]] = []
+        self.together: list[int] = []
         monkeypatch.setattr(prefill, "get_parallel", lambda: SimpleNamespace(tp_size=1))
         monkeypatch.setattr(prefill, "request_of", lambda req: None)
         monkeypatch.setattr(prefill, "obstacle", lambda req: None)
         self.reqs: dict[int, Any] = {}
         self.seam: Any = object.__new__(PrefillSeam)
         made = self.seam
-        made._requests, made._relayed, made._bytes_per_token = {}, set(), 1.0
+        made._requests, made._relayed, made._unplanned, made._bytes_per_token = {}, set(), set(), 1.0
+        made._early, made._queued = set(), set()
+        made.scheduler = SimpleNamespace(chunked_prefill_size=None, max_prefill_tokens=100)
         made._sessions_of = lambda room: self.reqs[room].to if room in self.reqs else ()
         made.node, made.timeline, made.counters = object(), Timeline(None, "prefill", ""), Counters()
         made.followers = Followers(SCHEDULER, made._requests, made._sessions_of)
@@ -83,12 +86,17 @@ class Node:
         made.do = lambda actions: None
         made.fanout = SimpleNamespace(open=lambda req, relay_room: None)
         streams = SimpleNamespace(
-            open=lambda room, size, leaders: float(size),
+            open=self._opened,
+            close=lambda room: None,
             landing_ms=lambda room, size: float(size),
             urge=lambda room, size: self.urged.append((room, size)),
         )
         made._streams = streams if by_stream else None
-        made._lanes = SimpleNamespace(link=lambda sessions: SimpleNamespace(landing_ms=float))
+        made._lanes = SimpleNamespace(link=lambda sessions: SimpleNamespace(landing_ms=float), forget=lambda room: None)
+
+    def _opened(self, room: int, size: int, leaders: dict[int, int], together: int) -> float:
+        self.together.append(together)
+        return float(size)
 
     def _asked(self, how: str) -> Any:
         def asked(job: Job) -> list[Any]:
@@ -105,6 +113,23 @@ class Node:
         req.rid = "r"
         self.reqs[req.bootstrap_room] = req
         self.seam.bootstrapped(req)
+
+
+def test_what_is_prefilled_in_one_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    node = Node(monkeypatch)
+    node.seam.unwanted.planned = lambda batch: None
+    for room, tokens in enumerate((30, 20, 40)):
+        node.come(request(room, [room] * tokens, 0))
+    assert node.together == [0, 30, 50]
+    node.seam.planned(None)
+    node.seam.planned(SimpleNamespace(reqs=[node.reqs[0], node.reqs[1]]))  # what SGLang has begun is apart
+    node.come(request(3, [3] * 10, 0))
+    node.come(request(4, [4] * 70, 0))
+    node.seam.released(node.reqs[2])
+    node.seam.scheduler.chunked_prefill_size = 75
+    node.come(request(5, [5] * 20, 0))
+    node.come(request(6, [6] * 80, 0))
+    assert node.together[3:] == [40, 30, 55, 0], "no more than a pass takes"
 
 
 @pytest.mark.parametrize("by_stream", [True, False])

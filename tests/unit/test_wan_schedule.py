@@ -459,32 +459,30 @@ def test_a_paced_link_lands_at_its_pace() -> None:
 def test_what_prefill_has_yet_to_make_goes_while_it_makes_it() -> None:
     world = World()
     link, schedule = world.link(), world.schedule
-    link.batch = 50 * MB
     rooms = [schedule.open(link, n, 50 * MB, 0.0) for n in range(4)]
     assert schedule.landing(link, 50 * MB, 0.0) == pytest.approx(2.51), "how fast prefill is is not known yet"
     schedule.submit(rooms[0], loads(50 * MB), 1.0, last=True)
     assert link.supply.rate == 50 * MB
-    assert schedule.landing(link, 50 * MB, 1.0) == pytest.approx(0.51), (
-        "the link is faster: nothing is left of the others"
-    )
+    assert schedule.landing(link, 50 * MB, 1.0) == pytest.approx(2.01), "all of them may come at once"
+    assert schedule.landing(link, 50 * MB, 1.0, together=0) == pytest.approx(0.51), "nothing is left of the others"
     link.estimate = LinkEstimate(25 * MB)  # each takes two seconds of the link, and one of prefill
-    assert schedule.landing(link, 50 * MB, 1.0) == pytest.approx((4 * 2 - 4) + 2.01)
-    assert schedule.landing(link, 0, 1.0, room=rooms[1]) == pytest.approx((2 - 1 + 2 - 1 + 2 - 1) + 2.01)
+    assert schedule.landing(link, 50 * MB, 1.0, together=0) == pytest.approx((4 * 2 - 4) + 2.01)
+    assert schedule.landing(link, 0, 1.0, room=rooms[1], together=0) == pytest.approx((3 * 2 - 3) + 2.01)
     assert schedule.landing(link, 0, 1.0, room=rooms[0]) == pytest.approx(8.01), "it is all there, and is overtaken"
 
 
-@pytest.mark.parametrize(("batch", "seconds"), [(0, 0.135), (50 * MB, 0.51), (1e12, 1.01)])
-def test_of_what_one_pass_makes_nothing_goes_before_its_end(batch: float, seconds: float) -> None:
-    link = Link("md", estimate=LinkEstimate(RATE), rtt=0.02, batch=batch)
+@pytest.mark.parametrize(("together", "seconds"), [(0, 0.135), (37_500_000, 0.51), (1e12, 1.01)])
+def test_of_what_one_pass_makes_nothing_goes_before_its_end(together: float, seconds: float) -> None:
+    link = Link("md", estimate=LinkEstimate(RATE), rtt=0.02)
     link.supply.promised(0.0)
     link.supply.made(RATE, 1.0, more=False)
     for n in range(7):
         Schedule().open(link, n, 12_500_000, 2.0)
-    assert Schedule().landing(link, 12_500_000, 2.0) == pytest.approx(seconds)
+    assert Schedule().landing(link, 12_500_000, 2.0, together=together) == pytest.approx(seconds)
 
 
 def test_a_standstill_of_prefill_says_nothing_about_its_speed() -> None:
-    schedule, link = Schedule(), Link("md", estimate=LinkEstimate(RATE), batch=0)
+    schedule, link = Schedule(), Link("md", estimate=LinkEstimate(RATE))
     for n in range(10):
         schedule.submit(schedule.open(link, n, 100 * MB, float(n)), [], n + 1.0, last=True)
     for room in list(link.rooms.values()):
@@ -492,7 +490,7 @@ def test_a_standstill_of_prefill_says_nothing_about_its_speed() -> None:
     link.supply.promised(100.0)
     link.supply.made(20 * MB, 130.0, more=False)
     schedule.submit(schedule.open(link, 99, 500 * MB, 200.0), loads(500 * MB), 200.0, last=True)
-    assert schedule.landing(link, 20 * MB, 260.0) > 4.5
+    assert schedule.landing(link, 20 * MB, 260.0, together=0) > 4.5
 
 
 def test_the_speed_of_prefill_leaves_out_its_pauses() -> None:
@@ -521,12 +519,11 @@ def test_predictions_hold_beside_a_prefill_that_goes_on(sizes: list[int], speed:
     sizes = [*sizes, max(sizes) + 1]
     world = World()
     link, schedule, own = world.link(), world.schedule, len(sizes) - 1
-    link.batch = 0  # each prompt in a pass of its own
     link.supply.promised(0.0)
     link.supply.made(speed * MB, 1.0, more=False)
     prefilled = 0.0
     for n, size in enumerate(sizes):
-        predicted = schedule.landing(link, size * MB, 0.0)
+        predicted = schedule.landing(link, size * MB, 0.0, together=0)
         schedule.open(link, n, size * MB, 0.0)
         prefilled += size / speed
         world.at(prefilled, lambda n=n, size=size: void(world.send(link, n, size * MB)))  # type: ignore[misc]
