@@ -20,6 +20,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,7 +30,7 @@ import triton
 
 from sglang_pdd.kernels.batches import Batch, error, expect, indptr, make, run
 from sglang_pdd.kernels.extend_decode import Plan, extend_decode, this_chip
-from sglang_pdd.kernels.peers import PEERS, Unfit
+from sglang_pdd.kernels.peers import DECODE, PEERS, Unfit
 from sglang_pdd.kernels.tiles import MLA, Chip, Shape, Unsupported, choose
 
 KINDS = {
@@ -41,6 +42,8 @@ NEWS, PREFIXES, BATCHES = (1, 4, 16, 64, 256), (4 << 10, 32 << 10, 64 << 10, 128
 DEVICE = "cuda"
 PAGE = 16
 RUNS = 15
+WORKERS = 16  # of the check: each has the GPU open
+AHEAD_CYCLES = 20_000_000  # of the device's clock, about 10 ms: as long as it takes to launch all runs of a case
 COLD_BYTES = 256 << 20  # between two uses of the same input at least so much else is read: several times any L2
 
 
@@ -108,15 +111,25 @@ def median_us(calls: Sequence[Callable[[], object]], runs: int = RUNS) -> float:
         with torch.cuda.graph(graph):
             call()
         graphs.append(graph)
-    times = []
-    for i in range(runs + 2):
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(max(runs, len(graphs)) + 2)]
+    torch.cuda._sleep(AHEAD_CYCLES)  # all is launched before the first one runs: no launch is in a time
+    for i, (begin, end) in enumerate(events):
         begin.record()
         graphs[i % len(graphs)].replay()
         end.record()
-        end.synchronize()
-        times.append(begin.elapsed_time(end) * 1e3)
-    return statistics.median(times[2:])
+    torch.cuda.synchronize()
+    return statistics.median(begin.elapsed_time(end) * 1e3 for begin, end in events[2:])
+
+
+def eager_us(calls: Sequence[Callable[[], object]], runs: int = RUNS) -> float:
+    """Microseconds of a call without a graph, as SGLang runs its mixed passes: of the host or the device, whichever is
+    slower."""
+    torch.cuda.synchronize()
+    begin = time.perf_counter()
+    for i in range(runs):
+        calls[i % len(calls)]()
+    torch.cuda.synchronize()
+    return (time.perf_counter() - begin) / runs * 1e6
 
 
 def ceilings() -> dict[str, float]:
@@ -151,7 +164,7 @@ class Pool:
         """Batches on pages of their own, so many that none is in the cache when its turn comes again."""
         shape, tokens = KINDS[case.kind], sum(case.news)
         lens = [-(-(n + p) // PAGE) * PAGE for n, p in zip(case.news, case.prefixes, strict=True)]
-        number = max(1, min(-(-COLD_BYTES // case.bytes) + 1, len(self.k) // case.slots, RUNS))
+        number = max(1, min(-(-COLD_BYTES // case.bytes) + 1, len(self.k) // case.slots))
         pages = torch.randperm(len(self.k) // PAGE, device=DEVICE)
         slots = (pages[:, None] * PAGE + torch.arange(PAGE, device=DEVICE)).flatten()
         made = []
@@ -167,8 +180,11 @@ class Pool:
         return made
 
 
-def measure(case: Case, pool: Pool, chip: Chip, with_peers: bool) -> dict[str, Any]:
-    """Times of our kernel and of its peers in microseconds; None with a reason where there is none."""
+def measure(case: Case, pool: Pool, chip: Chip, with_peers: bool, keep: Callable[[dict[str, Any]], object]) -> None:
+    """Times of our kernel and of its peers in microseconds; None with a reason where there is none.
+
+    ``keep`` gets the result with our times, before any peer runs; what peers take is added to it.
+    """
     shape = KINDS[case.kind]
     scale = shape.qk_dim**-0.5
     batches = pool.batches(case)
@@ -181,7 +197,9 @@ def measure(case: Case, pool: Pool, chip: Chip, with_peers: bool) -> dict[str, A
 
     result: dict[str, Any] = {**dataclasses.asdict(case), "bytes": case.bytes, "flops": case.flops, "peers": {}}
     result["us"] = median_us([ours(batch, out) for batch, out in zip(batches, outs, strict=True)])
+    result["eager_us"] = eager_us([ours(batch, out) for batch, out in zip(batches, outs, strict=True)])
     result["plan_us"] = median_us([lambda: plan.update(batches[0].qo_indptr, batches[0].kv_indptr)])
+    keep(result)
     for name, peer in PEERS.items() if with_peers else ():
         try:
             theirs = [torch.empty_like(out) for out in outs]
@@ -193,7 +211,6 @@ def measure(case: Case, pool: Pool, chip: Chip, with_peers: bool) -> dict[str, A
         except Exception as problem:  # not installed, not for this card, not for this shape: said, and gone on
             result["peers"][name] = {"us": None, "why": f"{type(problem).__name__}: {problem}"[:160]}
             torch.cuda.synchronize()
-    return result
 
 
 # --- correctness ----------------------------------------------------------------------------------------------------
@@ -209,7 +226,10 @@ CHECKED = (  # qk_dim, v_dim, heads, KV heads
     (576, 512, 128, 1),
     (576, 512, 16, 1),
 )
-DTYPES = (("bfloat16",) * 2, ("float16",) * 2, ("bfloat16", "float8_e5m2"), ("bfloat16", "float8_e4m3fn"))
+FP8_KINDS = ("float8_e5m2", "float8_e4m3fn", "float8_e4m3fnuz")
+DTYPES = (("bfloat16",) * 2, ("float16",) * 2, *(("bfloat16", kind) for kind in FP8_KINDS))
+SCALES = (0.4, 2.5)  # of K and V in an fp8 pool, with all masks
+LAST_PLACE = 0.26  # of a value in fp8, at most
 RAGGED = ((1, 1, 16, 3, 1, 64, 200), (4096, 1, 5000, 0, 33, 2000, 777))
 
 
@@ -224,8 +244,13 @@ def check(chip: Chip) -> bool:
     combinations = list(itertools.product(CHECKED, DTYPES, (False, True)))
     context = multiprocessing.get_context("spawn")
     fine = True
-    with ProcessPoolExecutor(min(len(combinations), os.cpu_count() or 1), context) as pool:
-        for verdict, line in pool.map(functools.partial(check_one, chip), combinations):
+    with ProcessPoolExecutor(min(len(combinations), os.cpu_count() or 1, WORKERS), context) as pool:
+        for one in [pool.submit(check_one, chip, each) for each in combinations]:
+            try:
+                verdict, line = one.result()
+            except BrokenProcessPool:
+                print("FAIL a process of the check has died, and with it the rest of the check", flush=True)
+                return False
             print(f"{verdict:5}{line}", flush=True)
             fine &= verdict != "FAIL"
     return fine
@@ -238,14 +263,21 @@ def check_one(chip: Chip, combination: Combination) -> tuple[str, str]:
     shape = Shape(heads, kv_heads, qk_dim, v_dim, dtype, kv_dtype, latent=(qk_dim, v_dim) == MLA)
     what = f"{qk_dim}/{v_dim}, {heads}/{kv_heads} heads, {dtype}, KV {kv_dtype}{', all masks' if masked else ''}"
     options: dict[str, Any] = {"scale": qk_dim**-0.5}
+    is_fp8, k_scale, v_scale = kv_dtype in FP8_KINDS, 1.0, 1.0
     if masked:
         options |= {"window": 100, "cap": 5.0, "sinks": torch.randn(heads, device=DEVICE)}
+        if is_fp8:
+            k_scale, v_scale = SCALES[0], SCALES[0] if shape.latent else SCALES[1]
     try:
         config = choose(chip, shape)
         batch = make(shape, *RAGGED, page=16, device=DEVICE)
-        got = run(config, shape, batch, **options)
-        # As rounded.
-        batch.k_new, batch.v_new = (pool.double()[batch.new_slots] for pool in (batch.k_pool, batch.v_pool))
+        got = run(config, shape, batch, **options, k_scale=k_scale, v_scale=v_scale)
+        batch.k_pool, batch.v_pool = batch.k_pool.double() * k_scale, batch.v_pool.double() * v_scale
+        rounded = batch.k_pool[batch.new_slots], batch.v_pool[batch.new_slots]
+        for new, there in zip((batch.k_new.double(), batch.v_new.double()), rounded, strict=True):
+            if not ((there - new).abs() <= (LAST_PLACE * new.abs() + 1e-2 if is_fp8 else 0.0)).all():
+                return "FAIL", f"{what}: the pool does not hold the new tokens"
+        batch.k_new, batch.v_new = rounded
         off = [error(*pair) for pair in zip(got, expect(batch, **options), strict=True)]
     except Unsupported as reason:
         return "", f"{what}: {reason}"
@@ -267,13 +299,18 @@ def shares(result: dict[str, Any], top: dict[str, float]) -> tuple[float, float,
 
 
 def table(results: Sequence[dict[str, Any]], top: dict[str, float]) -> Iterator[str]:
-    """Markdown. The last columns: how many times as long the peers take."""
+    """Markdown. The last columns: how many times as long the peers take; and as many decode steps as the longest
+    request has new tokens, by SGLang's decode kernel where it is there, else by ours."""
     copy, matmul = top["copy_bytes_per_s"] / 1e12, top["matmul_flop_per_s"] / 1e12
     yield f"Measured on this card: copy {copy:.2f} TB/s, bf16 matmul {matmul:.0f} TFLOP/s."
     yield ""
     yield f"| | batch | us | of copy | of matmul | {' | '.join(PEERS)} | as decode steps |"
     yield "|---|---|---|---|---|" + "---|" * (len(PEERS) + 1)
-    steps = {(r["kind"], r["prefixes"]): r["us"] for r in results if set(r["news"]) == {1}}
+    steps = {
+        (r["kind"], r["prefixes"]): r["peers"].get(DECODE, {}).get("us") or r["us"]
+        for r in results
+        if set(r["news"]) == {1}
+    }
     for result in results:
         memory, compute, _ = shares(result, top)
         columns = []
@@ -343,6 +380,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     results: list[dict[str, Any]] = []
     left_out: list[str] = []
     pools: dict[tuple[int, int], Pool] = {}
+    args.out.mkdir(parents=True, exist_ok=True)
+
+    def write() -> None:
+        found = {**card, **top, "left_out": left_out, "results": results}
+        (args.out / "results.json").write_text(json.dumps(found, indent=1))
+
+    def keep(result: dict[str, Any]) -> None:
+        results.append(result)
+        memory, compute, _ = shares(result, top)
+        took = f"{result['us']:.0f} us, {memory:.0%} of copy, {compute:.0%} of matmul"
+        print(f"{result['kind']}, {result['name']}: {took}", flush=True)
+
     for case in cases():
         shape = KINDS[case.kind]
         layout = (shape.kv_heads, shape.qk_dim)
@@ -355,23 +404,14 @@ def main(argv: Sequence[str] | None = None) -> int:
             left_out.append(f"{case.kind}: {case.name}: no memory")
             continue
         try:
-            result = measure(case, pools[layout], chip, not args.no_peers)
-        except RuntimeError as problem:  # what was measured so far is kept
-            left_out.append(f"{case.kind}: {case.name}: {problem}"[:300])
+            measure(case, pools[layout], chip, not args.no_peers, keep)
+        except Exception as problem:  # of the compiler, of CUDA: what was measured so far is kept
+            left_out.append(f"{case.kind}: {case.name}: {type(problem).__name__}: {problem}"[:300])
             fine = False
-            continue
-        results.append(result)
-        memory, compute, _ = shares(result, top)
-        print(
-            f"{case.kind}, {case.name}: {result['us']:.0f} us, {memory:.0%} of copy, {compute:.0%} of matmul",
-            flush=True,
-        )
+        write()
     results.sort(key=lambda r: (r["kind"], "decodes" in r["name"], len(r["news"]), r["prefixes"], max(r["news"])))
+    write()
 
-    args.out.mkdir(parents=True, exist_ok=True)
-    (args.out / "results.json").write_text(
-        json.dumps({**card, **top, "left_out": left_out, "results": results}, indent=1)
-    )
     text = "\n".join(table(results, top)) + "\n"
     (args.out / "table.md").write_text(text)
     print(text)

@@ -8,6 +8,7 @@ new token and requests with many get tile shapes of their own, each a launch.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import triton
@@ -441,12 +442,14 @@ class Plan:
         self.qo_indptr, self.kv_indptr, self.window = qo_indptr, kv_indptr, window
         for run, tile in zip(self.passes, self.config.tiles, strict=True):
             plan_kernel[(requests,)](
-                qo_indptr,
-                kv_indptr,
-                self.items[run.first_item :],
-                self.counts[run.index :],
-                self.requests,
-                self.request_of,
+                *_arguments(
+                    qo_indptr,
+                    kv_indptr,
+                    self.items[run.first_item :],
+                    self.counts[run.index :],
+                    self.requests,
+                    self.request_of,
+                ),
                 requests,
                 run.above,
                 run.up_to,
@@ -465,7 +468,30 @@ class Plan:
             )
 
 
-def _aligned(x: torch.Tensor) -> bool:
+class Far:
+    """A tensor as an argument of whose memory's size HIP's compiler is not told.
+
+    It addresses up to 2 GiB in another way. The kernel, which chooses between new tokens and pool, does not compile
+    where only the pool is larger; and where it does, it spills.
+    """
+
+    __slots__ = ("_tensor", "dtype")
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._tensor, self.dtype = tensor, tensor.dtype
+
+    def data_ptr(self) -> int:
+        return self._tensor.data_ptr()
+
+
+def _arguments(*arguments: Any) -> tuple[Any, ...]:
+    """As they go to a kernel."""
+    if torch.version.hip:
+        return tuple(Far(one) if isinstance(one, torch.Tensor) else one for one in arguments)
+    return arguments
+
+
+def aligned(x: torch.Tensor) -> bool:
     """The compiler was promised so."""
     return not (x.data_ptr() | x.stride(0) * x.element_size() | x.stride(1) * x.element_size()) % 16
 
@@ -500,7 +526,7 @@ def extend_decode(
     tokens = q.shape[0]
     assert tokens <= plan.max_tokens and plan.qo_indptr is not None, "the plan was made for another batch"
     assert all(x.stride(-1) == 1 for x in (q, k_new, v_new, k_pool, v_pool, out)), "rows must be dense"
-    assert all(_aligned(x) for x in (k_new, v_new, k_pool, v_pool)), "rows must be aligned: they are copied so"
+    assert all(aligned(x) for x in (k_new, v_new, k_pool, v_pool)), "rows must be aligned: they are copied so"
     (k0, k1), (v0, v1) = halves(shape.qk_dim), halves(shape.v_dim)
     dims = {"K0": k0, "K1": k1, "V0": v0, "V1": v1, "LATENT": shape.latent}
     kv_strides = [n for x in (k_new, v_new, k_pool, v_pool) for n in x.stride()[:2]]
@@ -508,25 +534,28 @@ def extend_decode(
     fused = write and k_new.dtype == k_pool.dtype
     if write and not fused:
         grid = (triton.cdiv(tokens, 16), shape.kv_heads)
-        write_kernel[grid](k_new, v_new, k_pool, v_pool, new_slots, tokens, k_scale, v_scale, *kv_strides, **dims)
+        tensors = _arguments(k_new, v_new, k_pool, v_pool, new_slots)
+        write_kernel[grid](*tensors, tokens, k_scale, v_scale, *kv_strides, **dims)
     for run, tile in zip(plan.passes, plan.config.tiles, strict=True):
         attend_kernel[(run.items * shape.kv_heads,)](
-            q,
-            k_new,
-            v_new,
-            k_pool,
-            v_pool,
-            out,
-            lse,
-            plan.part,
-            plan.part_lse,
-            sinks,
-            new_slots,
-            plan.qo_indptr,
-            plan.kv_indptr,
-            kv_indices,
-            plan.items[run.first_item :],
-            plan.counts[run.index :],
+            *_arguments(
+                q,
+                k_new,
+                v_new,
+                k_pool,
+                v_pool,
+                out,
+                lse,
+                plan.part,
+                plan.part_lse,
+                sinks,
+                new_slots,
+                plan.qo_indptr,
+                plan.kv_indptr,
+                kv_indices,
+                plan.items[run.first_item :],
+                plan.counts[run.index :],
+            ),
             scale,
             cap,
             k_scale,
@@ -551,14 +580,16 @@ def extend_decode(
             num_stages=tile.stages,
         )
     merge_kernel[(tokens, shape.heads)](
-        out,
-        lse,
-        plan.part,
-        plan.part_lse,
-        sinks,
-        plan.qo_indptr,
-        plan.requests,
-        plan.request_of,
+        *_arguments(
+            out,
+            lse,
+            plan.part,
+            plan.part_lse,
+            sinks,
+            plan.qo_indptr,
+            plan.requests,
+            plan.request_of,
+        ),
         plan.qo_indptr.shape[0] - 1,
         *out.stride()[:2],
         0 if lse is None else lse.stride(0),

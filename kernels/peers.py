@@ -12,7 +12,7 @@ import torch
 from sglang_pdd.kernels.batches import Batch, indptr
 from sglang_pdd.kernels.tiles import Shape
 
-Call = Callable[[], None]
+Call = Callable[[], object]
 
 
 class Unfit(Exception):
@@ -35,17 +35,25 @@ def _news(batch: Batch) -> list[int]:
     return batch.qo_indptr.diff().tolist()
 
 
-def sglang_extend(shape: Shape, batch: Batch, out: torch.Tensor, scale: float) -> Call:
-    """SGLang's Triton extend kernel; it does not write the pool, which is left out of its time."""
-    from sglang.kernels.ops.attention.extend_attention import extend_attention_fwd
-
+def sglang_extend(name: str, shape: Shape, batch: Batch, out: torch.Tensor, scale: float) -> Call:
+    """One of SGLang's Triton kernels for new tokens over a prefix, ``module.function``: for all batches, or for few and
+    equally many new tokens. None of them writes the pool, which is left out of its time."""
+    module, function = name.split(".")
+    attend = getattr(importlib.import_module(f"sglang.kernels.ops.attention.{module}"), function)
     k_new, v_new = batch.k_new.contiguous(), batch.v_new.contiguous()
     ends = (batch.qo_indptr.long(), batch.kv_indptr, batch.kv_indices)
     longest = max(_news(batch))
     pools = (batch.k_pool, batch.v_pool)
-    return lambda: extend_attention_fwd(
-        batch.q, k_new, v_new, out, *pools, *ends, None, True, None, longest, 1.0, 1.0, sm_scale=scale
-    )
+
+    def call() -> bool | None:
+        served: bool | None = attend(
+            batch.q, k_new, v_new, out, *pools, *ends, None, True, None, longest, 1.0, 1.0, sm_scale=scale
+        )
+        return served
+
+    if call() is False:
+        raise Unfit("not this batch")
+    return call
 
 
 def sglang_decode(shape: Shape, batch: Batch, out: torch.Tensor, scale: float) -> Call:
@@ -132,9 +140,12 @@ def flash_attention(version: int, shape: Shape, batch: Batch, out: torch.Tensor,
     )
 
 
+DECODE = "sglang decode (Triton)"
 PEERS: dict[str, Callable[[Shape, Batch, torch.Tensor, float], Call]] = {
-    "sglang extend (Triton)": sglang_extend,
-    "sglang decode (Triton)": sglang_decode,
+    "sglang extend (Triton)": functools.partial(sglang_extend, "extend_attention.extend_attention_fwd"),
+    "sglang verify, split KV (Triton)": functools.partial(sglang_extend, "verify_splitkv.verify_splitkv_fwd"),
+    "sglang verify, shared KV (Triton)": functools.partial(sglang_extend, "verify_mla.verify_shared_kv_fwd"),
+    DECODE: sglang_decode,
     "FlashInfer": flashinfer,
     "FA3": functools.partial(flash_attention, 3),
     "FA4": functools.partial(flash_attention, 4),

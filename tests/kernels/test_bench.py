@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -50,6 +51,10 @@ def test_the_check_compares(masked: bool, monkeypatch: pytest.MonkeyPatch) -> No
     chip, dims = Chip("interpreter", 4), (64, 64, 4, 2)
     assert bench.check_one(chip, (dims, ("float16", "float16"), masked))[0] == "ok"
     assert bench.check_one(chip, (dims, ("float16", "float8_e4m3fnuz"), masked))[0] == ""
+    monkeypatch.setattr(bench, "LAST_PLACE", 0.51)  # the interpreter loses a carry: 1.999 becomes 1
+    assert bench.check_one(chip, (dims, ("float16", "float8_e5m2"), masked))[0] == "ok"
+    monkeypatch.setattr(bench, "LAST_PLACE", 0.0)
+    assert "does not hold" in bench.check_one(chip, (dims, ("float16", "float8_e5m2"), masked))[1]
     monkeypatch.setitem(bench.LIMITS, "float16", 0.0)
     assert bench.check_one(chip, (dims, ("float16", "float16"), masked))[0] == "FAIL"
 
@@ -72,7 +77,8 @@ def test_everything_but_the_clock(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
     batches = pool.batches(case)
     slots = [set(b.kv_indices.tolist()) | set(b.new_slots.tolist()) for b in batches]
     assert len(batches) == 2 and not slots[0] & slots[1]
-    results = [bench.measure(case, pool, Chip("interpreter", 4), with_peers=True)]
+    results: list[dict[str, Any]] = []
+    bench.measure(case, pool, Chip("interpreter", 4), True, results.append)
     results[0]["peers"]["FlashInfer"] = {"us": 3.0, "difference": 0.0}
     results.append({**results[0], "news": (1, 1, 1), "us": 1.0})
     top = {"copy_bytes_per_s": 4e12, "matmul_flop_per_s": 8e14}

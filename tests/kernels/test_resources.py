@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
-from sglang_pdd.kernels import resources
+from sglang_pdd.kernels import extend_decode, resources
 from sglang_pdd.kernels.resources import TARGETS, Build, builds, compile_attention, load, measured, usage
 from sglang_pdd.kernels.tiles import REGISTERS, SHARED
 
@@ -64,6 +65,18 @@ def test_sample(build: Build) -> None:
             assert {"sm80": "mma.sync", "sm90": "wgmma.mma_async", "sm100": "tcgen05.mma"}[build.arch] in ptx
     else:
         assert "v_mfma" in kernel.asm["amdgcn"]
+
+
+def test_hip_compiles_what_the_table_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its compiler is told nothing of how large memory is, and so makes one kernel for small and for large pools."""
+    from triton.backends.amd.compiler import HIPBackend
+
+    tensor = torch.zeros(64, dtype=torch.bfloat16)
+    assert "S" in HIPBackend.get_tensor_specialization(tensor, align=True)
+    monkeypatch.setattr(torch.version, "hip", "7")
+    (one, none, number) = extend_decode._arguments(tensor, None, 3)
+    assert HIPBackend.get_tensor_specialization(one, align=True) == "D" and (none, number) == (None, 3)
+    assert one.data_ptr() == tensor.data_ptr() and one.dtype == tensor.dtype
 
 
 @pytest.mark.full
