@@ -231,11 +231,12 @@ def _at_most(seconds: float) -> Iterator[None]:
 # --- the run ----------------------------------------------------------------------------------------------------
 
 
-def cluster(arm: str, wan: Wan, model: Path, mbps: float) -> Cluster:
+def cluster(arm: str, wan: Wan, model: Path, mbps: float, relay_nice: int = 0) -> Cluster:
     """An arm, as seen from side ``b``."""
     far = Site(wan.address("a"), wan.command("a", []))
     near = Site(wan.address("b"))
-    sites = {"prefill": near if arm == "lan" else far, "relay": far, "main": near, "router": near}
+    relay = Site(far.host, wan.command("a", ["nice", "-n", str(relay_nice)])) if relay_nice else far
+    sites = {"prefill": near if arm == "lan" else far, "relay": relay, "main": near, "router": near}
     common: dict[str, Any] = {"model": model, "page_size": PAGE_SIZE, "max_total_tokens": POOL_TOKENS, "sites": sites}
     if arm != "pdd":
         return Cluster(kind="stock", env=dict.fromkeys(("prefill", "main"), TUNED), **common)
@@ -258,7 +259,9 @@ def measure(args: argparse.Namespace, results: Results, say: report.Say) -> None
 
         def launch(arm: str, mbps: float, until: ExitStack) -> Running:
             say(f"starting {arm}")
-            return until.enter_context(cluster(arm, wan, args.model, mbps).launch(args.out / "logs" / arm, say))
+            return until.enter_context(
+                cluster(arm, wan, args.model, mbps, args.relay_nice).launch(args.out / "logs" / arm, say)
+            )
 
         stocks = {arm: launch(arm, 0, stack) for arm in args.arms if arm != "pdd"}
         for mbps, some in groupby(missing, key=lambda cell: cell.mbps):
@@ -294,6 +297,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     add("--repeat", type=int, default=5, help="repetitions (default: %(default)s)")
     add("--ttft-limit-ms", type=float, default=500, help="of a good request (default: %(default)s)")
     add("--itl-limit-ms", type=float, default=50, help="of a good request, on average (default: %(default)s)")
+    add("--relay-nice", type=int, default=0, help="priority of the relay, which has cores of its own elsewhere")
     add("--timeout-s", type=float, default=600, help="of one measurement (default: %(default)s)")
     add("--model", type=Path, default=MODEL)
     add("--out", type=Path, default=ROOT / "out" / "wan")
@@ -324,6 +328,7 @@ def main(argv: Sequence[str]) -> int:
         "paced": PACED,
         "page_size": PAGE_SIZE,
         "model": args.model.name,
+        **({"relay_nice": args.relay_nice} if args.relay_nice else {}),
         "rates": args.rates,
         "rtts": args.rtts,
     }
