@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Main decode, datacenter B: GPUs with memory bandwidth. Datacenter A must reach port 9310 (PDD) and the ports of the
-# transfer engine; the router must reach port 30000.
+# Main decode, datacenter B: GPUs with memory bandwidth. Datacenter A must reach ports 9310 (PDD), 9320 and
+# the next --tp - 1 ports (KV streams) and the ports of the transfer engine; the router must reach port 30000.
 set -euo pipefail
 
 MODEL=${MODEL:-Qwen/Qwen3-32B}
@@ -17,6 +17,7 @@ exec python -m sglang.launch_server \
     --disaggregation-transfer-backend mooncake \
     --pdd-role main \
     --pdd-host 0.0.0.0 --pdd-port 9310 --pdd-advertise "$ADDRESS" \
+    --pdd-wan-port 9320 \
     --pdd-prefills "$PREFILLS" \
     --pdd-keys "$KEYS" \
     "$@"

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Prefill, datacenter A: compute-rich GPUs, a fast network to the relay, Ethernet to datacenter B.
-# Datacenter B must reach ports 8998 (bootstrap) and 9310 (PDD) of this machine and those of the transfer engine; the
-# router must reach port 30000.
+# Datacenter B must reach ports 8998 (bootstrap), 9310 (PDD) and 30000 (what is fetched again after a failure) of this
+# machine and those of the transfer engine; the router must reach port 30000.
 set -euo pipefail
 
 MODEL=${MODEL:-Qwen/Qwen3-32B}

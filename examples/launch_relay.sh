@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Relay decode, datacenter A: a small instance beside prefill, on the same fast network. It needs no open port to B;
-# it dials prefill, and the PDD port of main decode. Model, --tp and --page-size are the same in all roles.
+# it dials prefill, and the PDD port of main decode. Model and --page-size are the same in all roles.
 set -euo pipefail
 
 MODEL=${MODEL:-Qwen/Qwen3-32B}
