@@ -8,7 +8,6 @@ seconds: all ends share it.
 
 from __future__ import annotations
 
-import base64
 import contextlib
 import itertools
 import json
@@ -20,10 +19,10 @@ import struct
 import sys
 import threading
 import time
-import unittest.mock
-import zlib
-from collections.abc import Sequence
 from typing import Any
+
+from transport_engines import MooncakeSource, MooncakeTarget, NixlSource, NixlTarget
+from transport_memory import LAYERS, PAGE, Memory
 
 from sglang_pdd.keys import Keys
 from sglang_pdd.metrics import Counters
@@ -31,31 +30,15 @@ from sglang_pdd.protocol import Abort, Chunk, Ping, Pong, Tokens
 from sglang_pdd.transport import Endpoint
 from sglang_pdd.wan.landing import Landed
 from sglang_pdd.wan.receiver import Receiver
-from sglang_pdd.wan.regions import Region, Regions
 from sglang_pdd.wan.sender import Sender
 from sglang_pdd.wan.sockets import Tuning
 from sglang_pdd.wan.tls import Identity
 
 MARK = "@"  # begins what an end says; libraries may print, too
-LAYERS = 16
-PAGE = 4096  # bytes
 FRAME = 1 << 20
 PATIENCE_S = 120.0
 IDS = tuple(range(100))
 BETWEEN_IDS_S = 0.005
-NIXL_SLEEP_US = 10_000  # at most; whatever comes in wakes it
-NIXL_POLL_S = 0.0005
-
-Block = tuple[int, int, int]  # source address, target address, bytes
-
-
-def moves(seed: int, block: int, layer: int) -> tuple[list[int], list[int]]:
-    """Which block of the source goes where, in each layer of so many bytes: no two that are neighbours stay so."""
-    rng = random.Random(seed)
-    source, target = list(range(layer // block)), list(range(layer // block))
-    rng.shuffle(source)
-    rng.shuffle(target)
-    return source, target
 
 
 def cpu() -> float:
@@ -68,41 +51,6 @@ def spin() -> None:
     """What a scheduler's thread does to the others: it holds the interpreter lock as long as it can."""
     while True:
         sum(range(1000))
-
-
-class Memory:
-    """KV memory of one side: a buffer for each layer."""
-
-    def __init__(self, mib: int, content: bool) -> None:
-        size = (mib << 20) // LAYERS
-        fill = [random.Random(layer).randbytes(1 << 16) if content else bytes(1 << 16) for layer in range(LAYERS)]
-        self.layers = [bytearray(each * (size >> 16)) for each in fill]
-        self.regions = Regions(Region.of(layer, PAGE) for layer in self.layers)
-
-    @property
-    def bases(self) -> list[int]:
-        return [region.address for region in self.regions.regions]
-
-    def blocks(self, bases: Sequence[int], seed: int, block: int) -> list[Block]:
-        """All of it, to the same layers elsewhere, in `moves`."""
-        pairs = list(zip(*moves(seed, block, len(self.layers[0])), strict=True))
-        return [
-            (near + a * block, far + b * block, block)
-            for near, far in zip(self.bases, bases, strict=True)
-            for a, b in pairs
-        ]
-
-    def sums(self) -> list[int]:
-        """A checksum of each layer."""
-        return [zlib.crc32(layer) for layer in self.layers]
-
-    def sums_after(self, seed: int, block: int) -> list[int]:
-        """What `sums` is where these `moves` went."""
-        source, target = moves(seed, block, len(self.layers[0]))
-        place = dict(zip(target, source, strict=True))
-        views = [memoryview(layer) for layer in self.layers]
-        order = [place[at] * block for at in range(len(place))]
-        return [zlib.crc32(b"".join(view[at : at + block] for at in order)) for view in views]
 
 
 # --- streams, ours and plain ------------------------------------------------------------------------------------
@@ -268,112 +216,6 @@ class Source:
             (host, port), token = self.there[kind]
             self.peers[kind, rate] = sender.peer(kind, (host, port), bytes.fromhex(token), self.there["bases"])
         return self.peers[kind, rate]
-
-
-# --- Mooncake's transfer engine, and NIXL -----------------------------------------------------------------------
-
-
-def _mooncake(host: str, memory: Memory) -> Any:
-    from mooncake.engine import TransferEngine
-
-    engine = TransferEngine()
-    if engine.initialize(host, "P2PHANDSHAKE", "tcp", "") != 0:
-        raise SystemExit("Mooncake does not start")
-    for address, layer in zip(memory.bases, memory.layers, strict=True):
-        if engine.register_memory(address, len(layer)) != 0:
-            raise SystemExit("Mooncake cannot register memory")
-    return engine
-
-
-class MooncakeTarget:
-    def __init__(self, host: str, mib: int, **_: Any) -> None:
-        self.memory = Memory(mib, content=False)
-        self.engine = _mooncake(host, self.memory)
-        self.hello = {"session": f"{host}:{self.engine.get_rpc_port()}", "bases": self.memory.bases}
-
-    def sums(self) -> list[int]:
-        return self.memory.sums()
-
-
-class MooncakeSource:
-    def __init__(self, host: str, mib: int, there: dict[str, Any], **_: Any) -> None:
-        self.memory = Memory(mib, content=True)
-        self.engine = _mooncake(host, self.memory)
-        self.there = there
-        self.hello = None
-
-    def push(self, room: int, block: int) -> dict[str, Any]:
-        """As `Source.push`; one call, as SGLang makes it for a chunk. ``ending``: 0 is good."""
-        columns = [list(column) for column in zip(*self.memory.blocks(self.there["bases"], room, block), strict=True)]
-        begun = time.monotonic()
-        status = self.engine.batch_transfer_sync_write(self.there["session"], *columns)
-        seconds = time.monotonic() - begun
-        return {"s": seconds, "ending": int(status), "sums": self.memory.sums_after(room, block)}
-
-
-class Nixl:
-    """Its agent with UCX. Its thread sleeps while nothing moves, as on the plugin's CPU platform: else it keeps a core
-    busy that the other ends need."""
-
-    def __init__(self, name: str, memory: Memory) -> None:
-        from nixl import _bindings
-        from nixl._api import nixl_agent, nixl_agent_config
-
-        class Sleeping(_bindings.nixlAgentConfig):  # type: ignore[misc]
-            def __setattr__(self, key: str, value: Any) -> None:
-                super().__setattr__(key, NIXL_SLEEP_US if key == "pthrDelay" else value)
-
-        with unittest.mock.patch.object(_bindings, "nixlAgentConfig", Sleeping):
-            self.agent = nixl_agent(name, nixl_agent_config(backends=["UCX"]))
-        rows = [(address, len(layer), 0, "") for address, layer in zip(memory.bases, memory.layers, strict=True)]
-        if not self.agent.register_memory(rows, "DRAM"):
-            raise SystemExit("NIXL cannot register memory")
-
-
-class NixlTarget:
-    def __init__(self, mib: int, **_: Any) -> None:
-        self.memory = Memory(mib, content=False)
-        self.nixl = Nixl("md", self.memory)
-        metadata = base64.b64encode(self.nixl.agent.get_agent_metadata()).decode()
-        self.hello = {"metadata": metadata, "bases": self.memory.bases}
-
-    def sums(self) -> list[int]:
-        return self.memory.sums()
-
-
-class NixlSource:
-    def __init__(self, mib: int, there: dict[str, Any], **_: Any) -> None:
-        self.memory = Memory(mib, content=True)
-        self.nixl = Nixl("p", self.memory)
-        self.there = there
-        self.peer = self.nixl.agent.add_remote_agent(base64.b64decode(there["metadata"]))
-        self.lists: dict[int, tuple[Any, Any]] = {}  # by size of a block: all of them, here and there
-        self.hello = None
-
-    def push(self, room: int, block: int) -> dict[str, Any]:
-        """As `Source.push`; one transfer of prepared places, as SGLang makes it for a chunk. ``ending``: 0 is good."""
-        agent, layer = self.nixl.agent, len(self.memory.layers[0])
-        if block not in self.lists:
-            near, far = (
-                [(base + at, block, 0) for base in bases for at in range(0, layer, block)]
-                for bases in (self.memory.bases, self.there["bases"])
-            )
-            self.lists[block] = agent.prep_xfer_dlist("", near, "DRAM"), agent.prep_xfer_dlist(self.peer, far, "DRAM")
-        near_at, far_at = (
-            [first + each for first in range(0, LAYERS * len(half), len(half)) for each in half]
-            for half in moves(room, block, layer)
-        )
-        near_list, far_list = self.lists[block]
-        begun = time.monotonic()
-        handle = agent.make_prepped_xfer("WRITE", near_list, near_at, far_list, far_at)
-        state = agent.transfer(handle)
-        while state == "PROC":
-            time.sleep(NIXL_POLL_S)
-            state = agent.check_xfer_state(handle)
-        seconds = time.monotonic() - begun
-        handle.release()
-        ending = 0 if state == "DONE" else state
-        return {"s": seconds, "ending": ending, "sums": self.memory.sums_after(room, block)}
 
 
 # --- token ids: PDD's own endpoint and message ------------------------------------------------------------------

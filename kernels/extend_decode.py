@@ -491,7 +491,7 @@ def _arguments(*arguments: Any) -> tuple[Any, ...]:
     return arguments
 
 
-def aligned(x: torch.Tensor) -> bool:
+def _aligned(x: torch.Tensor) -> bool:
     """The compiler was promised so."""
     return not (x.data_ptr() | x.stride(0) * x.element_size() | x.stride(1) * x.element_size()) % 16
 
@@ -526,7 +526,7 @@ def extend_decode(
     tokens = q.shape[0]
     assert tokens <= plan.max_tokens and plan.qo_indptr is not None, "the plan was made for another batch"
     assert all(x.stride(-1) == 1 for x in (q, k_new, v_new, k_pool, v_pool, out)), "rows must be dense"
-    assert all(aligned(x) for x in (k_new, v_new, k_pool, v_pool)), "rows must be aligned: they are copied so"
+    assert all(_aligned(x) for x in (k_new, v_new, k_pool, v_pool)), "rows must be aligned: they are copied so"
     (k0, k1), (v0, v1) = halves(shape.qk_dim), halves(shape.v_dim)
     dims = {"K0": k0, "K1": k1, "V0": v0, "V1": v1, "LATENT": shape.latent}
     kv_strides = [n for x in (k_new, v_new, k_pool, v_pool) for n in x.stride()[:2]]

@@ -73,12 +73,18 @@ def sglang_decode(shape: Shape, batch: Batch, out: torch.Tensor, scale: float) -
     )
 
 
+@functools.cache
+def _workspace(device: torch.device) -> torch.Tensor:
+    """FlashInfer's scratch, one for all batches: they run one after the other."""
+    return torch.empty(512 << 20, dtype=torch.uint8, device=device)
+
+
 def flashinfer(shape: Shape, batch: Batch, out: torch.Tensor, scale: float) -> Call:
     """FlashInfer's batched prefill over a paged cache, or its MLA kernel; pages of one token, as SGLang uses it."""
     import flashinfer as library
 
     ends, indices = _whole(batch)
-    workspace = torch.empty(512 << 20, dtype=torch.uint8, device=out.device)
+    workspace = _workspace(out.device)
     if shape.latent:
         mla = library.mla.BatchMLAPagedAttentionWrapper(workspace, backend="auto")
         rest = shape.qk_dim - shape.v_dim

@@ -10,8 +10,8 @@ import bench_transport
 import pytest
 import transport_link
 import transport_report
-from transport_ends import moves
 from transport_link import Cell
+from transport_memory import moves
 
 
 def row(part: str, **more: Any) -> dict[str, Any]:
